@@ -1,0 +1,111 @@
+"""What the API process and the first rank say to each other, over one Unix socket: length-prefixed msgpack frames."""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "cancel", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen. Temperature 0 is greedy. Penalties and bias as in the OpenAI API."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # how many of the likeliest tokens to report beside the chosen one; None: nothing
+    prompt_logprobs: int | None = None  # likewise for each token of the prompt but the first (echo with logprobs)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms, of the distribution before temperature and truncation, after penalties and bias."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []  # likeliest first
+
+
+# API process -> first rank
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs, take nothing new, then leave."""
+
+
+# First rank -> API process
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A real step has run on every rank. The limits hold for every request."""
+
+    max_model_len: int
+    kv_tokens: int
+    max_num_seqs: int
+    ranks: int
+    restarts: int = 0
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """New tokens of a request. The last message of a request has a finish_reason; a stop token is not among `tokens`."""
+
+    id: str
+    tokens: list[int]
+    logprobs: list[Logprob] = []
+    prompt_logprobs: list[Logprob] | None = None  # with the first message, if asked for
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The request ended without an answer. `refused`: it can never fit, or was not valid (HTTP 400)."""
+
+    id: str
+    message: str
+    refused: bool = False
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counters and gauges of the engine, sent about once a second and after the last request ends."""
+
+    running: int
+    waiting: int
+    kv_tokens_used: int
+    kv_tokens: int
+    state_rows_used: int
+    state_rows: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    cached_tokens: int = 0
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Answer to Drain: nothing runs any more."""
+
+
+ToEngine = Generate | Cancel | Drain
+FromEngine = Ready | Tokens | Failed | Stats | Drained

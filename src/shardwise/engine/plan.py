@@ -1,0 +1,35 @@
+"""A step plan: what the first rank decides, and all that the other ranks need to build the same batch."""
+
+import msgspec
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """`count` tokens of the request in `row`, from position `start` on.
+
+    tokens: their ids, or empty: the one token sampled last for this row, which the runner holds on the device.
+    new_pages: pages that the request got since its last chunk, in the order of positions. A `start` of 0 (a new or
+    resumed request) forgets all that the row held before.
+    sample: whether the last of these tokens is followed by a sampled one.
+    """
+
+    row: int  # 1 or more; row of state, of the page table and of the last tokens
+    start: int
+    count: int
+    tokens: list[int] = []
+    new_pages: list[int] = []
+    sample: bool = False
+    prompt_logits: bool = False  # logits of every token of the chunk are wanted (prompt logprobs)
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end."""
+
+    step: int
+    chunks: list[Chunk] = []
+    stop: bool = False
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What the first rank samples in a step: by row, its token; more where asked for."""
+
+    tokens: dict[int, int]
