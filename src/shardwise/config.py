@@ -155,7 +155,9 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | N
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids((generation or {}).get("eos_token_id")) + _token_ids(text.get("eos_token_id")))
         ),
-        dtype=str(text.get("dtype") or raw.get("dtype") or text.get("torch_dtype") or raw.get("torch_dtype") or "bfloat16"),
+        dtype=str(
+            text.get("dtype") or raw.get("dtype") or text.get("torch_dtype") or raw.get("torch_dtype") or "bfloat16"
+        ),
         text_only=all(name.endswith("ForCausalLM") for name in names),
         mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
         raw=raw,

@@ -19,7 +19,9 @@ class Sequences:
 
     starts_S1: torch.Tensor  # int32 [S + 1]
     context_S: torch.Tensor  # int32 [S]: tokens of the sequence that are in the caches already
-    state_rows_S: torch.Tensor  # int32 [S]: row of conv and delta state; a context of 0 starts from zeros, whatever is there
+    state_rows_S: (
+        torch.Tensor
+    )  # int32 [S]: row of conv and delta state; a context of 0 starts from zeros, whatever is there
     pages_SP: torch.Tensor  # int32 [S, P]: page of each page_tokens positions; entries past the length are any
     kv_slots_T: torch.Tensor  # int64 [T]: page * page_tokens + offset, where this token's keys and values go
     decodes: int
