@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise, product
 from math import gcd, isfinite, lcm, prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def head_map(queries: Segment, keys: Segment, partition: Partition, rank: int) -
     return tuple(head * served // heads - base for head in range(start, stop))
 
 
+Role = Literal["value", "scale", "inverse_scale", "input_scale"]
 BITS: Mapping[str, int] = MappingProxyType(
     {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "U8": 8}
 )
@@ -115,6 +116,8 @@ class Stored:
     dtype: what a rank holds it in, by the name safetensors gives it; loading casts between plain floats only.
     block: extent on the last axes (on those before: 1). 0 is all of an axis, of size 1 in the checkpoint; None is all
     of an axis that the checkpoint lacks: [out, 1] is (1, 0), [out] is (1, None), a scalar is (None, None).
+    role: an element of the weight is its value times all scales, divided by all inverse scales, that stand for it;
+    an input scale is for a kernel that quantises activations. Packed U8 values are pairs of e2m1 codes, low nibble first.
     packed: a stored element holds the codes of its block, which no cut may part. Otherwise it is one value for its
     block, and a cut inside repeats it on both sides, in smaller blocks.
     """
@@ -123,6 +126,7 @@ class Stored:
     dtype: str
     block: tuple[int | None, ...] = ()
     packed: bool = False
+    role: Role = "value"
 
     def __post_init__(self) -> None:
         if self.dtype not in BITS:
