@@ -1,0 +1,74 @@
+"""The feed-forward part: a dense SwiGLU, or routed experts beside one shared expert with a gate of its own.
+
+Legend: T tokens, H hidden, E experts, I intermediate columns of this rank, k experts a token.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.config import ConfigError, ModelConfig
+from shardwise.layers.linear import FormatOf, Linear, Specs, declare_columns, declare_rows
+from shardwise.parallel.context import RankContext
+from shardwise.shard import ParamSpec, Segment
+
+
+def declare_mlp(hidden: int, size: int, name: str, source: str, format_of: FormatOf) -> Specs:
+    """A dense SwiGLU of `size` intermediate columns."""
+    gate_up = [Segment("gate", size), Segment("up", size)]
+    sources = [f"{source}.gate_proj", f"{source}.up_proj"]
+    return {
+        **declare_columns(f"{name}.gate_up", gate_up, hidden, sources, format_of, "mlp"),
+        **declare_rows(f"{name}.down", hidden, Segment("intermediate", size), f"{source}.down_proj", format_of, "mlp"),
+    }
+
+
+def declare_moe(config: ModelConfig, name: str, source: str, stacked: bool, format_of: FormatOf) -> Specs:
+    """Experts, router and shared expert of `source` (…mlp). `stacked`: the checkpoint has one tensor for all experts."""
+    hidden, size, experts = config.hidden_size, config.expert_intermediate_size, config.experts
+    halves = (Segment("gate", size), Segment("up", size))
+    if stacked:
+        ins, outs = (f"{source}.experts.gate_up_proj",), (f"{source}.experts.down_proj",)
+    else:
+        ins = tuple(f"{source}.experts.{{e}}.{part}_proj" for part in ("gate", "up"))
+        outs = (f"{source}.experts.{{e}}.down_proj",)
+    formats = {format_of(one) for one in ins}
+    if len(formats) != 1:
+        raise ConfigError(f"{source}.experts: gate_proj and up_proj are in different formats; convert them to one")
+    router = (Segment("experts", experts), Segment("shared", 1))
+    gates = [f"{source}.gate", f"{source}.shared_expert_gate"]
+    shared = config.shared_expert_intermediate_size
+    return {
+        f"{name}.experts.gate_up": ParamSpec((experts, halves, hidden), formats.pop(), ins, "expert", cut=1),
+        f"{name}.experts.down": ParamSpec(
+            (experts, hidden, (Segment("intermediate", size),)), format_of(outs[0]), outs, "expert", cut=2
+        ),
+        **declare_columns(f"{name}.router", router, hidden, gates, format_of, None),
+        **declare_mlp(hidden, shared, f"{name}.shared", f"{source}.shared_expert", format_of),
+    }
+
+
+class Mlp:
+    def __init__(self, weights: Mapping[str, Weight], name: str, ctx: RankContext) -> None:
+        self.gate_up, self.down = Linear(weights, f"{name}.gate_up", ctx), Linear(weights, f"{name}.down", ctx, torch.float32)
+        self.ops = ctx.ops
+
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output, fp32."""
+        return self.down(self.ops.silu_mul(self.gate_up(x_TH)))
+
+
+class Moe:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], name: str, ctx: RankContext) -> None:
+        self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
+        self.router = Linear(weights, f"{name}.router", ctx, torch.float32)
+        self.shared = Mlp(weights, f"{name}.shared", ctx)
+        self.experts, self.top_k, self.ops = config.experts, config.experts_per_token, ctx.ops
+
+    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output, fp32. Every rank routes alike; each computes its columns of every expert."""
+        logits_TE, gate_T1 = self.router(x_TH).split((self.experts, 1), -1)
+        weights_Tk, ids_Tk = self.ops.route(logits_TE, self.top_k)
+        routed_TH = self.ops.moe(x_TH, self.gate_up, self.down, ids_Tk, weights_Tk)
+        return routed_TH + gate_T1.sigmoid() * self.shared(x_TH)

@@ -1,0 +1,136 @@
+"""Qwen3.5 / Qwen3.6 text models, dense and MoE: which weights there are, and how a step flows through them.
+
+Legend: T tokens, L rows with logits, H hidden, R rotated pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.config import ModelConfig
+from shardwise.kernels.rope import rope_table
+from shardwise.kernels.sequences import Sequences
+from shardwise.layers import attention, delta, moe
+from shardwise.layers.attention import GatedAttention, KVCache
+from shardwise.layers.delta import DeltaState, GatedDeltaNet
+from shardwise.layers.embedding import Embedding, Head, declare_vocabulary
+from shardwise.layers.linear import FormatOf, Specs
+from shardwise.layers.norm import declare_norm
+from shardwise.parallel.context import RankContext
+
+LayerCache = KVCache | DeltaState
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a checkpoint keeps the text model, as its headers say."""
+
+    prefix: str  # of the text model's tensors: "model.language_model." or the like
+    head: str  # name of the output projection, without suffix
+    stacked: frozenset[int]  # layers whose experts are one tensor
+
+
+def layer_name(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+def declare(config: ModelConfig, layout: Layout, format_of: FormatOf, dtype: str) -> Specs:
+    """Every weight of the text model, by local name. `dtype` (safetensors' name) is what plain weights are held in."""
+    prefix = layout.prefix
+    head = None if config.tied else layout.head
+    specs = declare_vocabulary(config.vocab_size, config.hidden_size, f"{prefix}embed_tokens", head, format_of)
+    for i, kind in enumerate(config.layer_types):
+        name, source = layer_name(i), f"{prefix}layers.{i}"
+        if kind == "full_attention":
+            specs |= attention.declare(config, f"{name}.attention", f"{source}.self_attn", format_of, dtype)
+        else:
+            specs |= delta.declare(config, f"{name}.delta", f"{source}.linear_attn", format_of, dtype)
+        if config.experts:
+            specs |= moe.declare_moe(config, f"{name}.mlp", f"{source}.mlp", i in layout.stacked, format_of)
+        else:
+            sizes = config.hidden_size, config.intermediate_size
+            specs |= moe.declare_mlp(*sizes, f"{name}.mlp", f"{source}.mlp", format_of)
+        for norm in ("input", "post_attention"):
+            specs |= declare_norm(f"{name}.{norm}_norm", config.hidden_size, f"{source}.{norm}_layernorm", dtype)
+    return specs | declare_norm("norm", config.hidden_size, f"{prefix}norm", dtype)
+
+
+def declare_pages(config: ModelConfig, page_tokens: int, dtype: str) -> Specs:
+    """What one page of KV cache takes, over all layers."""
+    specs: Specs = {}
+    for i, kind in enumerate(config.layer_types):
+        if kind == "full_attention":
+            specs |= attention.declare_cache(config, f"{layer_name(i)}.attention", page_tokens, dtype)
+    return specs
+
+
+def declare_rows(config: ModelConfig, dtype: str) -> Specs:
+    """What one row of conv and delta state takes, over all layers."""
+    specs: Specs = {}
+    for i, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            specs |= delta.declare_cache(config, f"{layer_name(i)}.delta", dtype)
+    return specs
+
+
+class Layer:
+    """Norm, mixer, norm, feed-forward; the norms run with the additions before them, in `Model.__call__`."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], i: int, ctx: RankContext) -> None:
+        name = layer_name(i)
+        self.attends = config.layer_types[i] == "full_attention"
+        self.mixer: GatedAttention | GatedDeltaNet = (
+            GatedAttention(config, weights, f"{name}.attention", ctx)
+            if self.attends
+            else GatedDeltaNet(config, weights, f"{name}.delta", ctx)
+        )
+        mlp = f"{name}.mlp"
+        self.mlp = moe.Moe(config, weights, mlp, ctx) if config.experts else moe.Mlp(weights, mlp, ctx)
+        self.input_norm = weights[f"{name}.input_norm"].plain
+        self.post_norm = weights[f"{name}.post_attention_norm"].plain
+
+    def mix(
+        self, x_TH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, seqs: Sequences, cache: LayerCache
+    ) -> torch.Tensor:
+        if isinstance(self.mixer, GatedAttention):
+            assert isinstance(cache, KVCache)
+            return self.mixer(x_TH, cos_TR, sin_TR, seqs, cache)
+        assert isinstance(cache, DeltaState)
+        return self.mixer(x_TH, seqs, cache)
+
+
+class Model:
+    """A rank's part of the text model."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ctx: RankContext) -> None:
+        self.config, self.ops, self.comm, self.dtype = config, ctx.ops, ctx.comm, ctx.dtype
+        self.embedding, self.head = Embedding(weights, ctx), Head(weights, ctx)
+        self.layers = [Layer(config, weights, i, ctx) for i in range(config.layers)]
+        self.norm = weights["norm"].plain
+        self.rope = rope_table(config).to(ctx.device)
+
+    def __call__(
+        self,
+        tokens_T: torch.Tensor,
+        positions_3T: torch.Tensor,
+        seqs: Sequences,
+        caches: Sequence[LayerCache],
+        logit_rows_L: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`; `caches` (one a layer) move on.
+
+        tokens_T: int64 ids; positions_3T: int64, of time, height and width (equal for text).
+        """
+        cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
+        eps = self.config.rms_norm_eps
+        residual_TH = self.comm.all_reduce(self.embedding(tokens_T))
+        x_TH = self.ops.rms_norm(residual_TH, self.layers[0].input_norm, eps).to(self.dtype)
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
+            mixed_TH = self.comm.all_reduce(layer.mix(x_TH, cos_TR, sin_TR, seqs, cache))
+            x_TH, residual_TH = self.ops.add_rms_norm(mixed_TH, residual_TH, layer.post_norm, eps)
+            mixed_TH = self.comm.all_reduce(layer.mlp(x_TH))
+            x_TH, residual_TH = self.ops.add_rms_norm(mixed_TH, residual_TH, next_norm, eps)
+        return self.head(x_TH[logit_rows_L])

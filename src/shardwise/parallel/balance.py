@@ -1,0 +1,72 @@
+"""Weights of ranks -> a Partition for every group of the model."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import gcd
+
+from shardwise.config import ConfigError
+from shardwise.shard import ParamSpec, Partition, Partitions, finest_units
+
+ALIGNMENTS = (128, 64, 32, 16, 8, 4, 2, 1)  # elements of a unit that kernels like, best first
+HEAD_GROUPS = ("attention", "delta", "vision")  # a head is the unit, whatever its width
+TOLERANCE = 1.15  # a coarser unit is taken while no rank gets more than this times its share
+
+
+def group_units(specs: Mapping[str, ParamSpec], group: str, align: int) -> int:
+    """The most units of `group` when a unit is a multiple of `align` elements; 0 if no such unit divides all specs."""
+    try:
+        return gcd(*(finest_units(spec, align) for spec in specs.values() if spec.group == group))
+    except ValueError:
+        return 0
+
+
+def overload(partition: Partition, weights: Sequence[float]) -> float:
+    """How many times its share the worst rank has."""
+    counts = [stop - start for start, stop in pairwise(partition.bounds)]
+    shares = [partition.units * weight / sum(weights) for weight in weights]
+    return max(count / share for count, share in zip(counts, shares, strict=True) if share) if any(shares) else 1.0
+
+
+def split(specs: Mapping[str, ParamSpec], group: str, weights: Sequence[float]) -> Partition:
+    """Units of the coarsest alignment that still follows `weights` closely, else the finest."""
+    best: Partition | None = None
+    for align in (1,) if group in HEAD_GROUPS else ALIGNMENTS:
+        units = group_units(specs, group, align)
+        if units:
+            partition = Partition.weighted(units, weights)
+            if overload(partition, weights) <= TOLERANCE:
+                return partition
+            best = partition
+    if best is None:
+        raise ConfigError(f"group {group!r}: no unit divides all of its tensors")
+    return best
+
+
+def partitions(
+    specs: Mapping[str, ParamSpec],
+    ranks: int,
+    ratio: Sequence[float] = (),
+    group_ratios: Mapping[str, Sequence[float]] | None = None,
+) -> Partitions:
+    """A Partition for every group of `specs`, by `ratio` (a weight per rank; even if empty) or the group's own.
+
+    Raises ConfigError for a ratio of the wrong length, an unknown group, and ranks that would own no head at all.
+    """
+    groups = sorted({spec.group for spec in specs.values() if spec.group})
+    chosen = dict.fromkeys(groups, tuple(ratio) or (1.0,) * ranks) | {
+        group: tuple(weights) for group, weights in (group_ratios or {}).items()
+    }
+    made: dict[str, Partition] = {}
+    for group, weights in chosen.items():
+        if group not in groups:
+            raise ConfigError(f"--ratio {group}=...: no such group; this model has {', '.join(groups)}")
+        if len(weights) != ranks:
+            raise ConfigError(f"--ratio {','.join(f'{w:g}' for w in weights)}: {len(weights)} weights for {ranks} ranks")
+        made[group] = split(specs, group, weights)
+    for group in ("attention", "delta"):
+        if group in made and ranks > made[group].units and group not in (group_ratios or {}):
+            raise ConfigError(
+                f"{ranks} ranks are too many: the model has {made[group].units} heads of {group} to share out; "
+                f"use --tp {made[group].units} or less"
+            )
+    return made

@@ -1,0 +1,163 @@
+"""Collectives between the ranks of one group, behind one small interface.
+
+Data goes over the device's backend (NCCL or RCCL; Gloo on CPUs), step plans always over Gloo, so that a plan can be sent
+while the device works.
+"""
+
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import ConfigError
+
+INLINE_BYTES = 16384  # a plan up to this size takes one broadcast, a longer one two
+IDLE_LIMIT = timedelta(minutes=30)  # the first rank sends a sign of life far more often
+
+
+class Communicator(Protocol):
+    """What model and engine may ask of the group. Every rank calls the same methods in the same order."""
+
+    rank: int
+    world: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, the same bits on each; in place where the backend can."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """All ranks' `x` [.., widths[rank]], joined on the last axis in the order of ranks."""
+        ...
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """The first rank's `x`, in place."""
+        ...
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' host numbers."""
+        ...
+
+    def send(self, payload: bytes) -> None:
+        """Give `payload` to all other ranks; only the first rank may."""
+        ...
+
+    def receive(self) -> bytes:
+        """What the first rank sent; waits for it."""
+        ...
+
+
+class Alone:
+    """A group of one rank: nothing to say and nobody to wait for."""
+
+    rank = 0
+    world = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def minimum(self, value: int) -> int:
+        return value
+
+    def send(self, payload: bytes) -> None:
+        pass
+
+    def receive(self) -> bytes:
+        raise RuntimeError("a group of one rank has no other rank to hear from")
+
+
+class TorchCommunicator:
+    """torch.distributed: `data` for tensors of the device, `control` (Gloo) for host messages."""
+
+    def __init__(self, data: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+        self.data, self.control = data, control
+        self.rank, self.world = data.rank(), data.size()
+        self.first = dist.get_global_rank(data, 0)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self.data)
+        return x
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        if len(set(widths)) > 1:
+            padded = x.new_zeros(*x.shape[:-1], max(widths))
+            padded[..., : x.shape[-1]] = x
+            x = padded
+        parts = [torch.empty_like(x) for _ in widths]
+        dist.all_gather(parts, x.contiguous(), group=self.data)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, self.first, group=self.data)
+        return x
+
+    def minimum(self, value: int) -> int:
+        least = torch.tensor(value)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.control)
+        return int(least)
+
+    def send(self, payload: bytes) -> None:
+        head = struct.pack("<q", len(payload)) + payload[: INLINE_BYTES - 8]
+        frame = torch.frombuffer(bytearray(head.ljust(INLINE_BYTES, b"\0")), dtype=torch.uint8)
+        dist.broadcast(frame, self.first, group=self.control)
+        if rest := payload[INLINE_BYTES - 8 :]:
+            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self.first, group=self.control)
+
+    def receive(self) -> bytes:
+        frame = torch.empty(INLINE_BYTES, dtype=torch.uint8)
+        dist.broadcast(frame, self.first, group=self.control)
+        head = frame.numpy().tobytes()
+        (size,) = struct.unpack_from("<q", head)
+        payload = head[8 : 8 + size]
+        if left := size - len(payload):
+            rest = torch.empty(left, dtype=torch.uint8)
+            dist.broadcast(rest, self.first, group=self.control)
+            payload += rest.numpy().tobytes()
+        return payload
+
+
+def connect(device: torch.device, timeout_s: float = 120.0) -> TorchCommunicator:
+    """Join the group that the elastic launcher made and prove that it computes.
+
+    Raises ConfigError if the peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        ranks = list(range(dist.get_world_size()))
+        control = dist.new_group(ranks, backend="gloo", timeout=IDLE_LIMIT)
+        data = dist.new_group(ranks, backend=backend, timeout=IDLE_LIMIT)
+        assert isinstance(control, dist.ProcessGroup)
+        assert isinstance(data, dist.ProcessGroup)
+        comm = TorchCommunicator(data, control)
+        prove(comm, device)
+    except (dist.DistError, RuntimeError) as error:
+        raise ConfigError(
+            f"the ranks could not talk over {backend} within {timeout_s:.0f} s: {str(error).splitlines()[0]}; check that "
+            "all are on one network and, for NCCL, that each has a GPU of its own (NCCL_DEBUG=INFO says more)"
+        ) from error
+    return comm
+
+
+def prove(comm: Communicator, device: torch.device) -> None:
+    """An all-reduce and a ragged gather against known answers, by value; raises RuntimeError naming what was wrong."""
+    ramp = torch.arange(4097, device=device, dtype=torch.float32)
+    total = comm.all_reduce(ramp * (comm.rank + 1))
+    expected = ramp * (comm.world * (comm.world + 1) // 2)  # small integers: exact in fp32
+    if not torch.equal(total, expected):
+        wrong = int((total != expected).sum())
+        raise RuntimeError(f"rank {comm.rank}: an all-reduce over {comm.world} ranks gave {wrong} of 4097 wrong values")
+    widths = [1 + rank % 2 for rank in range(comm.world)]
+    joined = comm.all_gather(torch.full((3, widths[comm.rank]), float(comm.rank), device=device), widths)
+    known = torch.repeat_interleave(torch.arange(comm.world), torch.tensor(widths)).expand(3, -1)
+    if not torch.equal(joined.cpu(), known.float()):
+        raise RuntimeError(f"rank {comm.rank}: an all-gather over {comm.world} ranks gave {joined.tolist()}")
