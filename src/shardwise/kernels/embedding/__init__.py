@@ -1,0 +1,1 @@
+"""Rows of the embedding table, of which a rank holds some."""

@@ -1,0 +1,61 @@
+"""What a linear layer means, for weights of every format: dequantise, then multiply in fp32.
+
+Legend: T tokens, O out, I in, N elements of one row of codes.
+"""
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from shardwise.checkpoint.weight import Weight
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits of a code; the fourth is the sign
+E4M3_MAX = 448.0
+
+
+def unpack_e2m1(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of pairs of e2m1 codes: U8 [.., N / 2], low nibble first -> [.., N]."""
+    values = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=dtype, device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return values[codes.int()]
+
+
+def _spread(tensor: torch.Tensor, block: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """`tensor` with one element for each of `shape`; axes of which it holds one element are left to broadcasting."""
+    for axis, (grain, size) in enumerate(zip(block, shape, strict=True)):
+        if grain > 1:
+            tensor = tensor.repeat_interleave(grain, axis).narrow(axis, 0, size)
+    return tensor
+
+
+def dequantise(weight: Weight, dtype: torch.dtype = torch.float32, expert: int | None = None) -> torch.Tensor:
+    """The numbers that `weight` stands for, in `dtype`: all of them, or those of one index of the first axis.
+
+    The definition of every format: value times all scales, divided by all inverse scales. Computed in fp32, or in
+    float64 if `dtype` is that.
+    """
+    if len(weight.tensors) == 1 and weight.held[0].stored.dtype in ("F32", "F16", "BF16"):
+        return (weight.plain if expert is None else weight.plain[expert]).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    value, factors = None, list[tuple[bool, torch.Tensor]]()
+    for held, tensor in zip(weight.held, weight.tensors, strict=True):
+        block, shape = held.block, weight.shape
+        if expert is not None:
+            tensor = tensor[expert // block[0] if block[0] else 0]
+            block, shape = block[1:], shape[1:]
+        if held.stored.role == "value":
+            value = unpack_e2m1(tensor, wide) if held.stored.packed else tensor.to(wide)
+        elif held.stored.role != "input_scale":
+            factors.append((held.stored.role == "inverse_scale", _spread(tensor.to(wide), block, shape)))
+    if value is None:
+        raise TypeError(f"{weight.spec.sources[0]}: none of {[h.stored.suffix for h in weight.held]} holds its values")
+    for inverse, factor in factors:
+        value = value / factor if inverse else value * factor
+    return value.to(dtype)
+
+
+def linear(x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x_TI @ weight_OI.T -> y_TO in `out_dtype` (x's, if None), accumulated in fp32; x may have more leading axes."""
+    out_dtype = out_dtype or x_TI.dtype
+    if len(weight.tensors) == 1 and weight.tensors[0].dtype == x_TI.dtype == out_dtype:
+        return torch_linear(x_TI, weight.plain)
+    return torch_linear(x_TI.float(), dequantise(weight)).to(out_dtype)

@@ -1,0 +1,1 @@
+"""Routed experts: the choice of experts, and their weighted sum over banks of any format."""

@@ -1,0 +1,1 @@
+"""RMS norms: zero-centred, fused with the residual sum, and gated."""

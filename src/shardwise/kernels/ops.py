@@ -1,0 +1,96 @@
+"""One table of the operations that models call, chosen once per process: no global decides later which one runs.
+
+Shapes and meanings stand at each reference; both implementations have the same signature.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardwise.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Every operation of a rank; `name` says which implementation these are."""
+
+    name: Literal["reference", "triton"]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    gated_rms_norm: Callable[..., torch.Tensor]
+    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    qk_norm_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., torch.Tensor]
+    causal_conv: Callable[..., torch.Tensor]
+    gated_delta: Callable[..., torch.Tensor]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    moe: Callable[..., torch.Tensor]
+    silu_mul: Callable[..., torch.Tensor]
+    linear: Callable[..., torch.Tensor]
+    embed: Callable[..., torch.Tensor]
+
+
+def select(choice: Literal["auto", "reference", "triton"], device: torch.device) -> Ops:
+    """The operations for `device`; "auto" is Triton on a GPU and plain torch on a CPU.
+
+    Raises ConfigError for Triton on a CPU (unless it interprets) and where Triton is not installed.
+    """
+    if choice == "auto":
+        choice = "triton" if device.type == "cuda" else "reference"
+    return _reference() if choice == "reference" else _triton(device)
+
+
+def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
+    norm, rope, attention, conv, delta, moe, linear, embedding = modules
+    return Ops(
+        name=name,
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        gated_rms_norm=norm.gated_rms_norm,
+        cos_sin=rope.cos_sin,
+        qk_norm_rope=rope.qk_norm_rope,
+        store_kv=attention.store_kv,
+        paged_attention=attention.paged_attention,
+        causal_conv=conv.causal_conv,
+        gated_delta=delta.gated_delta,
+        route=moe.route,
+        moe=moe.moe,
+        silu_mul=moe.silu_mul,
+        linear=linear.linear,
+        embed=embedding.embed,
+    )
+
+
+def _reference() -> Ops:
+    import shardwise.kernels.attention.reference as attention
+    import shardwise.kernels.conv.reference as conv
+    import shardwise.kernels.delta.reference as delta
+    import shardwise.kernels.embedding.reference as embedding
+    import shardwise.kernels.linear.reference as linear
+    import shardwise.kernels.moe.reference as moe
+    import shardwise.kernels.norm.reference as norm
+    import shardwise.kernels.rope.reference as rope
+
+    return _table("reference", (norm, rope, attention, conv, delta, moe, linear, embedding))
+
+
+def _triton(device: torch.device) -> Ops:
+    try:
+        import triton
+    except ImportError:
+        raise ConfigError("kernels 'triton': Triton is not installed; install it, or use --kernels reference") from None
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ConfigError("kernels 'triton': they need a GPU and the device is 'cpu'; use --kernels reference")
+    import shardwise.kernels.attention.triton as attention
+    import shardwise.kernels.conv.triton as conv
+    import shardwise.kernels.delta.triton as delta
+    import shardwise.kernels.embedding.triton as embedding
+    import shardwise.kernels.linear.triton as linear
+    import shardwise.kernels.moe.triton as moe
+    import shardwise.kernels.norm.triton as norm
+    import shardwise.kernels.rope.triton as rope
+
+    return _table("triton", (norm, rope, attention, conv, delta, moe, linear, embedding))
