@@ -105,7 +105,7 @@ class Model:
     """A rank's part of the text model."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ctx: RankContext) -> None:
-        self.config, self.ops, self.comm, self.dtype = config, ctx.ops, ctx.comm, ctx.dtype
+        self.config, self.ops, self.comm = config, ctx.ops, ctx.comm
         self.embedding, self.head = Embedding(weights, ctx), Head(weights, ctx)
         self.layers = [Layer(config, weights, i, ctx) for i in range(config.layers)]
         self.norm = weights["norm"].plain
@@ -126,7 +126,7 @@ class Model:
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
         eps = self.config.rms_norm_eps
         residual_TH = self.comm.all_reduce(self.embedding(tokens_T))
-        x_TH = self.ops.rms_norm(residual_TH, self.layers[0].input_norm, eps).to(self.dtype)
+        x_TH = self.ops.rms_norm(residual_TH, self.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
             mixed_TH = self.comm.all_reduce(layer.mix(x_TH, cos_TR, sin_TR, seqs, cache))

@@ -8,16 +8,16 @@ from torch.nn import functional
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * (1 + weight) over the last axis of any shape, in x's dtype."""
-    return functional.rms_norm(x_TH.float(), weight_H.shape, weight_H.float() + 1, eps).to(x_TH.dtype)
+    """x / rms(x) * (1 + weight) over the last axis of any shape, in the weight's dtype: that of activations."""
+    return functional.rms_norm(x_TH.float(), weight_H.shape, weight_H.float() + 1, eps).to(weight_H.dtype)
 
 
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of residual + x, in x's dtype, and that sum, in the residual's; the norm is of the rounded sum."""
+    """The norm of residual + x, in the weight's dtype, and that sum, in the residual's; the norm is of the rounded sum."""
     sum_TH = (residual_TH.float() + x_TH.float()).to(residual_TH.dtype)
-    return rms_norm(sum_TH, weight_H, eps).to(x_TH.dtype), sum_TH
+    return rms_norm(sum_TH, weight_H, eps), sum_TH
 
 
 def gated_rms_norm(x_TVD: torch.Tensor, gate_TVD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,87 @@
+"""How much of what memory becomes what: rows of state first, then pages of KV cache. Every rank must afford the same."""
+
+from dataclasses import dataclass
+
+from shardwise.config import ConfigError, ModelConfig, ServeConfig
+
+GIB = 1 << 30
+STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is ours to choose
+CPU_SHARE = 0.25  # of available host memory that caches may take
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Limits that suit a kind of device, where the user gave none."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+DEFAULTS = {"cpu": Defaults(64, 1024), "cuda": Defaults(128, 8192)}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What all ranks provide. Rows and pages include number 0, which is padding and never given to a request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    rows: int
+    pages: int
+    page_tokens: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.pages - 1) * self.page_tokens
+
+
+def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int) -> int:
+    """How many requests may run at once: the user's number, or the device's default while its rows fit."""
+    if serve.max_num_seqs:
+        return serve.max_num_seqs
+    count = DEFAULTS[device_type].max_num_seqs
+    while count > 1 and (count + 1) * row_bytes > free_bytes * STATE_SHARE:
+        count //= 2
+    return count
+
+
+def affordable_pages(free_bytes: int, rows_bytes: int, page_bytes: int) -> int:
+    """Pages that fit into what the rows leave; any number if this rank holds nothing of the KV cache."""
+    return max(free_bytes - rows_bytes, 0) // page_bytes if page_bytes else 1 << 40
+
+
+def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int) -> Budget:
+    """The limits of the server from the least number of requests and pages that any rank affords.
+
+    Raises ConfigError if a request of --max-model-len tokens, or of one page, would not fit.
+    """
+    longest = serve.max_model_len or model.max_position_embeddings
+    if serve.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {serve.max_model_len}: the model was made for {model.max_position_embeddings} tokens; "
+            "give that or less, or a checkpoint whose config.json extends it (rope_parameters)"
+        )
+    size = serve.page_tokens
+    per_request = -(-longest // size)
+    wanted = -(-serve.kv_tokens // size) if serve.kv_tokens else max_num_seqs * per_request
+    pages = min(pages - 1, wanted)
+    if serve.kv_tokens and pages < wanted:
+        raise ConfigError(
+            f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and "
+            f"{max_num_seqs} rows of state; lower it, or --max-num-seqs, or use more ranks"
+        )
+    if pages < 1 or (serve.max_model_len and pages < per_request):
+        raise ConfigError(
+            f"a request of {serve.max_model_len or size} tokens needs {per_request if serve.max_model_len else 1} pages "
+            f"of KV cache and {max(pages, 0)} fit; lower --max-model-len or --max-num-seqs, raise "
+            "--gpu-memory-utilization or --kv-tokens, or use more ranks"
+        )
+    return Budget(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=serve.max_num_batched_tokens or DEFAULTS[device_type].max_num_batched_tokens,
+        max_model_len=min(longest, pages * size),
+        rows=max_num_seqs + 1,
+        pages=pages + 1,
+        page_tokens=size,
+    )

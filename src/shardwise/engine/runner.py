@@ -1,0 +1,159 @@
+"""A rank's side of a step: plan -> tensors -> model -> logits, and the sampled ids back to every rank.
+
+Legend: T tokens, S sequences, P pages of the longest sequence, L rows with logits, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.kernels.sequences import Sequences
+from shardwise.models.qwen3_5 import LayerCache, Model
+from shardwise.parallel.context import RankContext
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """Logits in fp32: sampled_LV for the chunks with `sample`, in plan order; prompt for rows that asked for all."""
+
+    sampled_LV: torch.Tensor
+    prompt: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model takes, on the device. tokens_T below zero stand for the last token of row -tokens_T."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    seqs: Sequences
+    logit_rows_L: torch.Tensor
+
+
+class PageTables:
+    """Which pages each row's request has, on the host: followers rebuild it from plans alone."""
+
+    def __init__(self, rows: int, max_pages: int, page_tokens: int) -> None:
+        self.pages = np.zeros((rows, max_pages), dtype=np.int32)
+        self.counts = [0] * rows
+        self.page_tokens = page_tokens
+
+    def update(self, chunk: Chunk) -> None:
+        """Take in the chunk's new pages, after forgetting the row if the request starts over."""
+        if chunk.start == 0:
+            self.counts[chunk.row] = 0
+        held = self.counts[chunk.row]
+        self.pages[chunk.row, held : held + len(chunk.new_pages)] = chunk.new_pages
+        self.counts[chunk.row] = held + len(chunk.new_pages)
+
+    def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
+        """Where keys and values of these positions go: page * page_tokens + offset."""
+        return self.pages[row, positions // self.page_tokens].astype(np.int64) * self.page_tokens + (
+            positions % self.page_tokens
+        )
+
+
+def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.device) -> Batch:
+    """Tensors of one step in two copies to the device, one of each integer width."""
+    counts = [chunk.count for chunk in chunks]
+    starts = np.cumsum([0, *counts])
+    lengths = [chunk.start + chunk.count for chunk in chunks]
+    positions = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+    tokens = [chunk.tokens or [-chunk.row] for chunk in chunks]
+    logit_rows = [
+        row
+        for chunk, begin, end in zip(chunks, starts, starts[1:], strict=False)
+        for row in (range(begin, end) if chunk.prompt_logits else (end - 1,) if chunk.sample else ())
+    ]
+    pages = -(-max(lengths) // tables.page_tokens)
+    wide = (
+        np.concatenate(tokens),
+        np.concatenate(positions),
+        np.concatenate([tables.slots(chunk.row, span) for chunk, span in zip(chunks, positions, strict=True)]),
+        np.array(logit_rows, dtype=np.int64),
+    )
+    rows = [chunk.row for chunk in chunks]
+    narrow = (starts, [chunk.start for chunk in chunks], rows, tables.pages[rows, :pages].reshape(-1))
+    tokens_T, positions_T, kv_slots_T, logit_rows_L = to_device(wide, np.int64, device)
+    starts_S1, context_S, rows_S, pages_X = to_device(narrow, np.int32, device)
+    return Batch(
+        tokens_T,
+        positions_T,
+        Sequences(
+            starts_S1=starts_S1,
+            context_S=context_S,
+            state_rows_S=rows_S,
+            pages_SP=pages_X.view(len(chunks), pages),
+            kv_slots_T=kv_slots_T,
+            decodes=sum(1 for count in counts if count == 1),
+            max_query=max(counts),
+            max_length=max(lengths),
+        ),
+        logit_rows_L,
+    )
+
+
+def to_device(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
+    """Each array as a tensor of `device`, all in one copy."""
+    sizes = [len(array) for array in arrays]
+    joined = torch.from_numpy(np.concatenate([np.asarray(array, dtype=dtype) for array in arrays]))
+    if device.type != "cpu":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return list(joined.split(sizes))
+
+
+class Runner:
+    """Runs plans on one rank. The first rank also sends each plan ahead, and gets logits; all share the sampled ids."""
+
+    def __init__(self, model: Model, caches: Sequence[LayerCache], tables: PageTables, ctx: RankContext) -> None:
+        self.model, self.caches, self.tables, self.ctx = model, caches, tables, ctx
+        self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
+
+    def run(self, plan: StepPlan) -> StepLogits | None:
+        """First rank: one step on all ranks. None if the plan has no chunk."""
+        self.ctx.comm.send(msgspec.msgpack.encode(plan))
+        if not plan.chunks:
+            return None
+        logits_LV = self.forward(plan.chunks)
+        sampled, prompt, at = list[int](), dict[int, torch.Tensor](), 0
+        for chunk in plan.chunks:
+            rows = chunk.count if chunk.prompt_logits else int(chunk.sample)
+            if chunk.prompt_logits:
+                prompt[chunk.row] = logits_LV[at : at + rows]
+            at += rows
+            if chunk.sample:
+                sampled.append(at - 1)
+        if len(sampled) == len(logits_LV):
+            return StepLogits(logits_LV, prompt)
+        (index_L,) = to_device([sampled], np.int64, self.ctx.device)
+        return StepLogits(logits_LV[index_L], prompt)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits [L, V] of the chunks that want any."""
+        for chunk in chunks:
+            self.tables.update(chunk)
+        batch = build_batch(chunks, self.tables, self.ctx.device)
+        last_T = self.last_tokens[(-batch.tokens_T).clamp(min=0)]
+        tokens_T = torch.where(batch.tokens_T < 0, last_T, batch.tokens_T)
+        return self.model(tokens_T, batch.positions_T, batch.seqs, self.caches, batch.logit_rows_L)
+
+    @torch.inference_mode()
+    def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
+        """Give the ids that the first rank sampled for `rows` to every rank, as their last tokens."""
+        tokens_L = self.ctx.comm.broadcast(tokens_L)
+        (rows_L,) = to_device([rows], np.int64, self.ctx.device)
+        self.last_tokens[rows_L] = tokens_L
+
+    def follow(self) -> None:
+        """Any other rank: do what the first rank plans until it says stop."""
+        decoder = msgspec.msgpack.Decoder(StepPlan)
+        while not (plan := decoder.decode(self.ctx.comm.receive())).stop:
+            if plan.chunks:
+                self.forward(plan.chunks)
+                if rows := [chunk.row for chunk in plan.chunks if chunk.sample]:
+                    self.commit(rows, torch.zeros(len(rows), dtype=torch.int64, device=self.ctx.device))
