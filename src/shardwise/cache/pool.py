@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.formats import torch_dtype
+from shardwise.checkpoint.index import DTYPES
 from shardwise.config import ModelConfig
 from shardwise.layers.attention import KVCache
 from shardwise.layers.delta import DeltaState
@@ -33,7 +33,7 @@ def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx:
 
     def zeros(count: int, spec: ParamSpec) -> torch.Tensor:
         (part,) = local(spec, ctx.partitions, ctx.rank)
-        return torch.zeros((count, *part.shape), dtype=torch_dtype(part.stored.dtype), device=ctx.device)
+        return torch.zeros((count, *part.shape), dtype=DTYPES[part.stored.dtype], device=ctx.device)
 
     caches: list[LayerCache] = []
     for i, kind in enumerate(config.layer_types):

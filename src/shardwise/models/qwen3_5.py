@@ -4,10 +4,10 @@ Legend: T tokens, L rows with logits, H hidden, R rotated pairs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from shardwise.checkpoint.names import Names
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ModelConfig
 from shardwise.kernels.rope import rope_table
@@ -23,38 +23,28 @@ from shardwise.parallel.context import RankContext
 LayerCache = KVCache | DeltaState
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a checkpoint keeps the text model, as its headers say."""
-
-    prefix: str  # of the text model's tensors: "model.language_model." or the like
-    head: str  # name of the output projection, without suffix
-    stacked: frozenset[int]  # layers whose experts are one tensor
-
-
 def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def declare(config: ModelConfig, layout: Layout, format_of: FormatOf, dtype: str) -> Specs:
+def declare(config: ModelConfig, names: Names, format_of: FormatOf, dtype: str) -> Specs:
     """Every weight of the text model, by local name. `dtype` (safetensors' name) is what plain weights are held in."""
-    prefix = layout.prefix
-    head = None if config.tied else layout.head
-    specs = declare_vocabulary(config.vocab_size, config.hidden_size, f"{prefix}embed_tokens", head, format_of)
+    head = None if config.tied else names.head
+    specs = declare_vocabulary(config.vocab_size, config.hidden_size, names.text("embed_tokens"), head, format_of)
     for i, kind in enumerate(config.layer_types):
-        name, source = layer_name(i), f"{prefix}layers.{i}"
+        name, source = layer_name(i), names.text(layer_name(i))
         if kind == "full_attention":
             specs |= attention.declare(config, f"{name}.attention", f"{source}.self_attn", format_of, dtype)
         else:
             specs |= delta.declare(config, f"{name}.delta", f"{source}.linear_attn", format_of, dtype)
         if config.experts:
-            specs |= moe.declare_moe(config, f"{name}.mlp", f"{source}.mlp", i in layout.stacked, format_of)
+            specs |= moe.declare_moe(config, f"{name}.mlp", f"{source}.mlp", names.stacked(i), format_of)
         else:
             sizes = config.hidden_size, config.intermediate_size
             specs |= moe.declare_mlp(*sizes, f"{name}.mlp", f"{source}.mlp", format_of)
         for norm in ("input", "post_attention"):
             specs |= declare_norm(f"{name}.{norm}_norm", config.hidden_size, f"{source}.{norm}_layernorm", dtype)
-    return specs | declare_norm("norm", config.hidden_size, f"{prefix}norm", dtype)
+    return specs | declare_norm("norm", config.hidden_size, names.text("norm"), dtype)
 
 
 def declare_pages(config: ModelConfig, page_tokens: int, dtype: str) -> Specs:
