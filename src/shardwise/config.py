@@ -215,6 +215,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: tuple[str, ...] = ()
     api_key: str = ""
     drain_seconds: float = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 @dataclass(frozen=True)
@@ -240,3 +241,10 @@ def rank_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
         local_world=int(env["LOCAL_WORLD_SIZE"]),
         restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def launcher_environment(ranks: int) -> dict[str, str]:
+    """The environment of a group of `ranks` on this host: ours, with the CPU's cores divided among them if not set."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    return environment

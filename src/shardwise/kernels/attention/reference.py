@@ -1,7 +1,8 @@
 """Paged attention in plain torch, in fp32: the definition, and what a CPU runs.
 
 Legend: T tokens of the step, S sequences, N query heads, K kv heads, D head dim, P pages of a sequence, L positions.
-Pages are [pages, K, page_tokens, D], in a float type; what they hold times k_scale (v_scale) are the keys (values).
+Pages are [pages, K, page_tokens, D], contiguous, of any float type; keys (values) are what they hold times k_scale
+(v_scale).
 """
 
 import torch
@@ -57,33 +58,33 @@ def paged_attention(
         out_TND[:batched] = _decodes(q_TND[:batched], k_pages, v_pages, seqs, heads_N, scale * k_scale, v_scale)
     if batched == seqs.count:
         return out_TND
-    page_tokens = k_pages.shape[2]
+    kv_heads, page_tokens = k_pages.shape[1:3]
     starts, contexts = seqs.starts_S1.tolist(), seqs.context_S.tolist()
     for s in range(batched, seqs.count):
         start, stop, context = starts[s], starts[s + 1], contexts[s]
         length = context + stop - start
-        pages_P = seqs.pages_SP[s, : -(-length // page_tokens)]
-        k_NLD, v_NLD = (_gather(pages, pages_P, heads_N)[:, :length] for pages in (k_pages, v_pages))
-        q_NTD = q_TND[start:stop].float().transpose(0, 1)
+        pages_1P = seqs.pages_SP[s : s + 1, : -(-length // page_tokens)].long()
+        rows_1NP = pages_1P[:, None] * kv_heads + heads_N[:, None]
+        k_1NLD, v_1NLD = (_rows(pages, rows_1NP, 2)[:, :, :length] for pages in (k_pages, v_pages))
+        q_1NTD = q_TND[None, start:stop].float().transpose(1, 2)
         # SDPA's own causal mask starts at the first key, so that it serves only where there is no context.
         mask_TL = None
         if context and stop - start > 1:
             seen_T = torch.arange(context, length, device=q_TND.device)
             mask_TL = torch.arange(length, device=q_TND.device) <= seen_T[:, None]
-        y_NTD = functional.scaled_dot_product_attention(
-            q_NTD[None], k_NLD[None], v_NLD[None], mask_TL, is_causal=not context, scale=scale * k_scale
-        )[0]
-        out_TND[start:stop] = (y_NTD if v_scale == 1.0 else y_NTD * v_scale).transpose(0, 1)
+        y_1NTD = functional.scaled_dot_product_attention(
+            q_1NTD, k_1NLD, v_1NLD, mask_TL, is_causal=not context, scale=scale * k_scale
+        )
+        out_TND[start:stop] = (y_1NTD if v_scale == 1.0 else y_1NTD * v_scale)[0].transpose(0, 1)
     return out_TND
 
 
-def _gather(pages: torch.Tensor, pages_P: torch.Tensor, heads_N: torch.Tensor) -> torch.Tensor:
-    """The [N, P * page_tokens, D] of one sequence, in fp32, with a head for every query head."""
-    if pages.dtype == torch.float8_e4m3fn:
-        found_PNtD = pages.view(torch.uint8)[pages_P[:, None], heads_N].view(pages.dtype)
-    else:
-        found_PNtD = pages[pages_P[:, None], heads_N]
-    return found_PNtD.float().transpose(0, 1).flatten(1, 2)
+def _rows(pages: torch.Tensor, rows: torch.Tensor, dims: int) -> torch.Tensor:
+    """Of pages as a table whose rows are their last `dims` axes: [*rows' shape, positions, D], in fp32; a copy."""
+    table = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages  # FP8 can be copied, not indexed
+    # index_select copies whole rows; indexing would go element by element.
+    found = table.view(-1, pages.shape[2:][-dims:].numel()).index_select(0, rows.flatten())
+    return found.view(pages.dtype).view(*rows.shape[:2], -1, pages.shape[3]).float()
 
 
 def _decodes(
@@ -96,21 +97,20 @@ def _decodes(
     v_scale: float,
 ) -> torch.Tensor:
     """One query of each of S sequences, in one call: all are padded to the longest."""
-    count, page_tokens = q_SND.shape[0], k_pages.shape[2]
+    (count, _, _), (_, kv_heads, page_tokens, _) = q_SND.shape, k_pages.shape
     lengths_S1 = seqs.context_S[:count, None] + 1
     longest = seqs.max_length if count == seqs.count else int(lengths_S1.max())
-    pages = -(-longest // page_tokens)
-    seen_SL = torch.arange(pages * page_tokens, device=q_SND.device) < lengths_S1
-    # Past a sequence's end lie page numbers, and in its last page values, that can be anything, NaN too.
-    pages_SP = seqs.pages_SP[:count, :pages].masked_fill(~seen_SL[:, ::page_tokens], 0).flatten()
-    k_SNLD, v_SNLD = (
-        _gather(x, pages_SP, heads_N).unflatten(1, (count, -1)).transpose(0, 1) for x in (k_pages, v_pages)
-    )
-    hidden_S1L1 = ~seen_SL[:, None, :, None]
+    positions_L = torch.arange(longest, device=q_SND.device)
+    seen_SL = positions_L < lengths_S1
+    # Past a sequence's end lie page numbers and values that can be anything, NaN too: its first position stands in.
+    positions_SL = positions_L * seen_SL
+    pages_SL = seqs.pages_SP[:count].gather(1, positions_SL // page_tokens).long()
+    rows_SL = pages_SL * (kv_heads * page_tokens) + positions_SL % page_tokens
+    rows_SNL = rows_SL[:, None] + (heads_N * page_tokens)[:, None]
     y_SN1D = functional.scaled_dot_product_attention(
         q_SND.float()[:, :, None],
-        k_SNLD.masked_fill(hidden_S1L1, 0),
-        v_SNLD.masked_fill(hidden_S1L1, 0),
+        _rows(k_pages, rows_SNL, 1),
+        _rows(v_pages, rows_SNL, 1),
         seen_SL[:, None, None],
         scale=scale,
     )

@@ -1,0 +1,69 @@
+"""Which KV pages are free and who holds the others. Numbers only: the pages' bytes belong to the runner of each rank."""
+
+
+class PagePool:
+    """Pages 1 .. `pages`, of `page_tokens` positions each. Page 0 takes the writes of padding and is never given out.
+
+    A page is counted by its holders, so that requests and a prefix cache can share it; it is free again when the last
+    one releases it. Pages are given out in a fixed order: the lately freed first, then the lowest.
+    """
+
+    def __init__(self, pages: int, page_tokens: int) -> None:
+        if pages < 1 or page_tokens < 1:
+            raise ValueError(f"{pages} pages of {page_tokens} tokens: a pool needs at least one of each")
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.taken_total = 0  # pages given out since the start
+        self._holders = [0] * (pages + 1)
+        self._free = list(range(pages, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.pages - len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """How many pages `tokens` positions fill, the last one perhaps in part."""
+        return -(-tokens // self.page_tokens)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, each now with one holder. Raises ValueError if fewer are free: ask `free` first."""
+        if not 0 <= count <= len(self._free):
+            raise ValueError(f"{count} pages asked for, {len(self._free)} of {self.pages} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        self.taken_total += count
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        """One more holder for each of `pages`, which are held already."""
+        self._require_held(pages)
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One holder less for each of `pages`. Raises ValueError, and releases none, if one is not held."""
+        self._require_held(pages)
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self._free.append(page)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is either free, once, or held: none leaked, none given out twice."""
+        free = set(self._free)
+        wrong = [page for page in range(1, self.pages + 1) if (page in free) == (self._holders[page] > 0)]
+        if wrong or len(free) != len(self._free) or 0 in free or self._holders[0]:
+            raise AssertionError(f"page pool: {len(self._free)} free of {self.pages}, inconsistent pages {wrong[:8]}")
+
+    def _require_held(self, pages: list[int]) -> None:
+        lost = [page for page in pages if not 1 <= page <= self.pages or self._holders[page] < 1]
+        if lost or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {lost or pages}: not held, or named twice (the pool has pages 1 to {self.pages})")

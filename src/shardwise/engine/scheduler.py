@@ -1,0 +1,221 @@
+"""Who computes what in the next step: continuous batching, with prompts in chunks between the answers' tokens.
+
+The scheduler knows lengths, not contents: a step can be planned while the tokens of earlier ones are still on the
+device. Every request that it takes is served in the end: order is fixed, the first in order may take pages from all
+others, and what cannot fit even alone is refused.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.cache.pages import PagePool
+from shardwise.cache.rows import RowPool
+from shardwise.engine.messages import FinishReason
+from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.request import Limits, Request, Status, check_fits
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan and, chunk by chunk, whose it is: the first rank's side of a step, until it is finished."""
+
+    plan: StepPlan
+    requests: list[Request]
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, in the order of the rows of logits."""
+        return [r for r, chunk in zip(self.requests, self.plan.chunks, strict=True) if chunk.sample]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a finished step meant for one request: at most one new token, and whether it was the last."""
+
+    request: Request
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+
+@dataclass
+class _Grants:
+    """Tokens given to requests of the step in the making, and what is left to give."""
+
+    left_tokens: int
+    left_prompt_logits: int
+    counts: dict[Request, int] = field(default_factory=dict)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Waiting and running requests, both in order of priority (lower first) and arrival; owns pages and rows."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pages = PagePool(limits.pages, limits.page_tokens)
+        self.rows = RowPool(limits.max_num_seqs)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self.steps = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue `request`. Raises RequestRefused if it could never be served."""
+        check_fits(request.prompt, request.sampling.max_tokens, self.limits)
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    def end(self, request: Request) -> None:
+        """Let go of `request`, wherever it is; what steps in flight still say about it will be ignored.
+
+        Its pages may be given out again at once: devices run steps in order, so a later step overwrites them later.
+        """
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def plan(self) -> Step:
+        """The next step: one token for each running answer, then prompts, then new requests, within the budget.
+
+        Without anything to do, a step without chunks. Steps must be finished in the order they were planned.
+        """
+        grants = _Grants(self.limits.max_num_batched_tokens, self.limits.prompt_logits_tokens)
+        for request in [r for r in self.running if r.decoding]:
+            self._grant(request, grants)
+        for request in [r for r in self.running if not r.decoding]:
+            self._grant(request, grants)
+        if not grants.preempted:
+            self._admit(grants)
+        chosen = sorted(grants.counts, key=lambda r: grants.counts[r] > 1)  # kernels want single tokens first
+        chunks = [self._chunk(request, grants.counts[request]) for request in chosen]
+        self.steps += bool(chunks)
+        return Step(StepPlan(self.steps, chunks), chosen)
+
+    def finish(self, step: Step, tokens: Mapping[int, int]) -> list[Progress]:
+        """Take in the sampled `tokens`, by row, of the oldest unfinished step; frees what ended."""
+        progress = []
+        for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
+            request.in_flight -= 1
+            if request.status is Status.FINISHED:
+                continue
+            kept, reason, stop = [], None, None
+            if chunk.sample:
+                reason, stop = request.accept(tokens[chunk.row])
+                kept = [] if reason == "stop" else [tokens[chunk.row]]
+            elif request.sampling.max_tokens == 0 and chunk.start + chunk.count == len(request.prompt):
+                reason = "length"
+            if reason is not None:
+                self.end(request)
+            if kept or reason is not None:
+                progress.append(Progress(request, kept, reason, stop))
+        return progress
+
+    def check(self) -> None:
+        """Raises AssertionError if pages or rows are lost, or held by what does not run."""
+        self.pages.check()
+        self.rows.check()
+        held = sum(len(r.pages) for r in self.running)
+        idle = [r.id for r in self.waiting if r.row or r.pages]
+        if held != self.pages.used or self.rows.used != len(self.running) or idle:
+            raise AssertionError(
+                f"{self.pages.used} pages and {self.rows.used} rows in use; {len(self.running)} running requests hold "
+                f"{held} pages; waiting ones that hold something: {idle}"
+            )
+
+    def _grant(self, request: Request, grants: _Grants) -> None:
+        """Give `request` its next tokens, as many as budget and pages allow; perhaps none this time."""
+        if request.status is not Status.RUNNING or request.complete:
+            return
+        count = min(grants.left_tokens, request.length - request.computed)
+        wants_logits = request.wants_prompt_logits(request.computed)
+        if wants_logits:
+            count = min(count, grants.left_prompt_logits)
+        count = self._find_pages(request, count, grants)
+        if count < 1:
+            return
+        grants.counts[request] = count
+        grants.left_tokens -= count
+        grants.left_prompt_logits -= count * wants_logits
+
+    def _find_pages(self, request: Request, count: int, grants: _Grants) -> int:
+        """Give `request` the pages for `count` more tokens, the latest of the others giving theirs up for it.
+
+        The latest request itself waits for pages with what it has: those before it take that if they need it.
+        Returns how many tokens there is room for.
+        """
+        missing = self.pages.needed(request.computed + count) - len(request.pages)
+        while missing > self.pages.free and self.running[-1] is not request:
+            self._preempt(self.running[-1], grants)
+        request.pages += self.pages.take(max(0, min(missing, self.pages.free)))
+        return min(count, len(request.pages) * self.pages.page_tokens - request.computed)
+
+    def _preempt(self, request: Request, grants: _Grants) -> None:
+        """Put `request` back in the queue. All it has computed is dropped; its tokens, and its place in order, stay."""
+        count = grants.counts.pop(request, 0)
+        grants.left_tokens += count
+        grants.left_prompt_logits += count * request.wants_prompt_logits(request.computed)
+        grants.preempted = True
+        self._vacate(request)
+        request.status = Status.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    def _admit(self, grants: _Grants) -> None:
+        """Start waiting requests, in order, while a row and pages for all their known tokens are there.
+
+        Pages that running requests are about to need are left to them; else the newcomer would soon be preempted.
+        """
+        while self.waiting and self.rows.free and grants.left_tokens:
+            request = self.waiting[0]
+            free = self.pages.free - sum(map(self._expected_pages, self.running))
+            tokens_on_their_way = request.in_flight > 0  # preempted lately: its tokens are not all known yet
+            no_logits = request.wants_prompt_logits(0) and not grants.left_prompt_logits
+            if tokens_on_their_way or no_logits or self.pages.needed(request.length) > free:
+                break
+            self.waiting.pop(0)
+            request.row = self.rows.take()
+            request.status = Status.RUNNING
+            insort(self.running, request, key=lambda r: r.order)
+            self._grant(request, grants)
+
+    def _expected_pages(self, request: Request) -> int:
+        """Pages that the running `request` lacks for its known tokens and, when it decodes, for one more page's worth."""
+        ahead = self.pages.page_tokens if request.decoding else 0
+        return max(0, self.pages.needed(min(request.length + ahead, request.max_length)) - len(request.pages))
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        """Write the grant down, and count it as done."""
+        start, end = request.computed, request.computed + count
+        sample = end == request.length and request.sampling.max_tokens > 0
+        chunk = Chunk(
+            row=request.row,
+            start=start,
+            count=count,
+            tokens=[] if request.decoding else request.tokens(start, end),
+            new_pages=request.pages[request.announced_pages :],
+            sample=sample,
+            prompt_logits=request.wants_prompt_logits(start),
+        )
+        request.announced_pages = len(request.pages)
+        request.computed = end
+        request.in_flight += 1
+        request.pending += sample
+        request.decoding = request.decoding or sample
+        return chunk
+
+    def _vacate(self, request: Request) -> None:
+        """Take everything from the running `request`."""
+        self.running.remove(request)
+        self.pages.release(request.pages)
+        self.rows.release(request.row)
+        request.pages = []
+        request.row = request.announced_pages = request.computed = 0
+        request.decoding = False
