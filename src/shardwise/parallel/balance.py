@@ -50,7 +50,7 @@ def partitions(
 ) -> Partitions:
     """A Partition for every group of `specs`, by `ratio` (a weight per rank; even if empty) or the group's own.
 
-    Raises ConfigError for a ratio of the wrong length, an unknown group, and ranks that would own no head at all.
+    Raises ConfigError for a ratio of the wrong length, an unknown group, and ranks that would own no head of any kind.
     """
     groups = sorted({spec.group for spec in specs.values() if spec.group})
     chosen = dict.fromkeys(groups, tuple(ratio) or (1.0,) * ranks) | {
@@ -63,10 +63,7 @@ def partitions(
         if len(weights) != ranks:
             raise ConfigError(f"--ratio {','.join(f'{w:g}' for w in weights)}: {len(weights)} weights for {ranks} ranks")
         made[group] = split(specs, group, weights)
-    for group in ("attention", "delta"):
-        if group in made and ranks > made[group].units and group not in (group_ratios or {}):
-            raise ConfigError(
-                f"{ranks} ranks are too many: the model has {made[group].units} heads of {group} to share out; "
-                f"use --tp {made[group].units} or less"
-            )
+    most = max((made[group].units for group in HEAD_GROUPS[:2] if group in made), default=ranks)
+    if ranks > most:
+        raise ConfigError(f"{ranks} ranks are too many: the model has at most {most} heads to share out; use --tp {most}")
     return made
