@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
@@ -13,10 +14,11 @@ from shardwise.parallel.comm import Alone, TorchCommunicator
 
 
 @lru_cache(maxsize=4)
-def built(rank: int, world: int, group: Any, serve: ServeConfig) -> Rank:
+def built(rank: int, world: int, group: Any, serve: bytes) -> Rank:
     """This rank of a server with `serve`, kept between calls: tests run many plans on one model."""
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
-    return build_rank(serve, RankEnvironment(rank, world, rank, world, 0), comm)
+    config = msgspec.json.decode(serve, type=ServeConfig)
+    return build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
 
 
 def logits(
@@ -24,6 +26,6 @@ def logits(
 ) -> list[torch.Tensor]:
     """The logits of each plan, whose chunks are given as the fields of Chunk."""
     config = ServeConfig(ranks=world, device="cpu", **serve)
-    one = built(rank, world, group, config)
+    one = built(rank, world, group, msgspec.json.encode(config))
     torch.set_num_threads(1)
     return [one.runner.forward([Chunk(*fields) for fields in chunks]) for chunks in plans]
