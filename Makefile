@@ -14,7 +14,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(VENV)/ready  ## serve the miniature over two ranks, ask it, compare with one rank
-	$(BIN)/python -m shardwise.demo
+	$(BIN)/python -m shardwise demo
 
 test: $(VENV)/ready  ## every test that needs no GPU
 	$(BIN)/python -m pytest

@@ -149,5 +149,3 @@ def run(args: argparse.Namespace, serve: ServeConfig) -> int:
             f"{short[0].memory_bytes / GIB:.2f} GiB; use more ranks or give it a smaller share (--ratio)"
         )
     return 0
-
-

@@ -203,5 +203,3 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     return Rank(made, ctx, Runner(model, caches, tables, ctx), limits)
-
-

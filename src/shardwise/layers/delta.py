@@ -105,5 +105,3 @@ class GatedDeltaNet:
         )  # fmt: skip
         z_TVD = self.z(x_TH).unflatten(-1, (self.value_heads, self.value_dim))
         return self.out(self.ops.gated_rms_norm(y_TVD, z_TVD, self.norm, self.eps).flatten(1))
-
-

@@ -51,7 +51,10 @@ def declare_moe(config: ModelConfig, name: str, source: str, stacked: bool, form
 
 class Mlp:
     def __init__(self, weights: Mapping[str, Weight], name: str, ctx: RankContext) -> None:
-        self.gate_up, self.down = Linear(weights, f"{name}.gate_up", ctx), Linear(weights, f"{name}.down", ctx, torch.float32)
+        self.gate_up, self.down = (
+            Linear(weights, f"{name}.gate_up", ctx),
+            Linear(weights, f"{name}.down", ctx, torch.float32),
+        )
         self.ops = ctx.ops
 
     def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -61,9 +61,13 @@ def partitions(
         if group not in groups:
             raise ConfigError(f"--ratio {group}=...: no such group; this model has {', '.join(groups)}")
         if len(weights) != ranks:
-            raise ConfigError(f"--ratio {','.join(f'{w:g}' for w in weights)}: {len(weights)} weights for {ranks} ranks")
+            raise ConfigError(
+                f"--ratio {','.join(f'{w:g}' for w in weights)}: {len(weights)} weights for {ranks} ranks"
+            )
         made[group] = split(specs, group, weights)
     most = max((made[group].units for group in HEAD_GROUPS[:2] if group in made), default=ranks)
     if ranks > most:
-        raise ConfigError(f"{ranks} ranks are too many: the model has at most {most} heads to share out; use --tp {most}")
+        raise ConfigError(
+            f"{ranks} ranks are too many: the model has at most {most} heads to share out; use --tp {most}"
+        )
     return made
