@@ -10,7 +10,7 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """A pool of up to four Gloo ranks: `ranks.run(3, fn, **kwargs)` gives the results of fn(rank, world, group, ...)."""
+    """A pool of up to four Gloo ranks: `ranks.run(3, fn, **kwargs)` calls fn(rank, world, group, **kwargs) on each."""
     pool = Ranks()
     yield pool
     pool.close()
@@ -18,6 +18,6 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Memory from torch.empty and its kind holds NaN. For a whole file: pytestmark = pytest.mark.usefixtures("poison")."""
+    """Memory from torch.empty and its kind holds NaN; for a whole file, pytest.mark.usefixtures("poison")."""
     with poisoned():
         yield

@@ -27,7 +27,7 @@ def _poison(fn: Any) -> Any:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within, torch.empty, empty_like, empty_strided, Tensor.new_empty and new_empty_strided give floats that are NaN."""
+    """Within, torch.empty, its _like and _strided, and Tensor.new_empty and its _strided give floats that are NaN."""
     places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided")]
     places += [(torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")]
     patches = [mock.patch.object(owner, name, _poison(getattr(owner, name))) for owner, name in places]

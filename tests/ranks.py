@@ -39,7 +39,7 @@ def reference(fn: Callable[..., Any] | str) -> str:
 
 
 class Ranks:
-    """The pool. It starts at the first `run`, and starts anew after a failure, since collectives may be left halfway."""
+    """The pool. It starts at the first `run`, and anew after a failure, since collectives may be left halfway."""
 
     def __init__(self, ranks: int = MAX_RANKS) -> None:
         self.ranks = ranks
@@ -206,7 +206,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    store = dist.FileStore(str(args.folder / "store"), args.ranks)
+    store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+        str(args.folder / "store"), args.ranks
+    )
     limit = timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks, timeout=limit)
     groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in range(1, args.ranks + 1)}

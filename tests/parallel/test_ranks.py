@@ -81,7 +81,7 @@ def test_death_and_time_out(ranks: Ranks) -> None:
 
 
 def test_wrong_use(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="1 .. 4"):
+    with pytest.raises(ValueError, match=r"1 \.\. 4"):
         ranks.run(5, total, start=0)
     with pytest.raises(ValueError, match="top level"):
         reference(lambda rank, world, group: None)

@@ -1,0 +1,1 @@
+"""The oracle: transformers in fp32, its checkpoints and its answers."""
