@@ -15,10 +15,10 @@ Experts: names with "{e}" and their number, or the stacked bank's name, whose su
     formats.of(names.text("layers.0.mlp.experts.{e}.gate_proj"), names.text("...{e}.up_proj"), experts=256)
     formats.of(names.text("layers.0.mlp.experts.gate_up_proj"))
 
-A weight that is no linear layer's (norm, conv1d, router, embedding) is `plain(dtype)`, or `plain("F32", "")` for A_log and
-dt_bias. With index None, for made-up weights, formats follow from the config alone. Static input scales are loaded where
-the checkpoint has them (role "input_scale"), as its file has them: compressed-tensors' `input_global_scale` is the
-reciprocal of modelopt's `input_scale`.
+A weight that is no linear layer's (norm, conv1d, router, embedding) is `plain(dtype)`, or `plain("F32", "")` for A_log
+and dt_bias. With index None, for made-up weights, formats follow from the config alone. Static input scales are loaded
+where the checkpoint has them (role "input_scale"), as its file has them: compressed-tensors' `input_global_scale` is
+the reciprocal of modelopt's `input_scale`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ def plain(dtype: str, suffix: str = ".weight") -> Format:
 class Formats:
     """The formats of one checkpoint's modules.
 
-    raw: config.json. hf_quant_config: hf_quant_config.json, if there is one. index: the headers, None if there are none.
+    raw: config.json. hf_quant_config: hf_quant_config.json, if any. index: the headers, None if there are none.
     dtype: what plain weights are held in, by safetensors' name. Raises ConfigError for a config that is not known.
     """
 
@@ -125,24 +125,18 @@ class Formats:
             return self._assumed(module, scheme)
         names = next((s for s in (*MODULE, *BANK) if module + s.values in self._index), None)
         if names is None:
-            raise ConfigError(
-                f"checkpoint: {module} has no weight, expected {module}.weight; is the download complete?"
-            )
+            raise ConfigError(f"checkpoint: {module} has no weight, expected {module}.weight; download it again")
         info = self._index.info(module + names.values)
         if info.dtype in PLAIN_FLOATS:
             return plain(self._dtype, names.values)
-        says = f"{info.file}: tensor {module + names.values!r} is {info.dtype}"
-        if scheme is None:
+        wanted = VALUES[scheme.values] if scheme else "a plain float"
+        if scheme is None or info.dtype != wanted or len(info.shape) not in (2, 3):
             raise ConfigError(
-                f"{says}, expected a plain float, as no entry of quantization_config covers it; correct it"
-            )
-        if info.dtype != VALUES[scheme.values]:
-            raise ConfigError(
-                f"{says}, expected {VALUES[scheme.values]} for {scheme.values}; correct quantization_config"
+                f"{info.file}: tensor {module + names.values!r} is {info.dtype} {list(info.shape)}, expected {wanted} "
+                f"as quantization_config {'says' if scheme else 'leaves it out'}; do they belong together?"
             )
         if scheme.values == "fp8":
-            shape = info.shape
-            return (Stored(names.values, info.dtype), *self._fp8(module, names, shape, scheme))
+            return (Stored(names.values, info.dtype), *self._fp8(module, names, info.shape, scheme))
         shape = (*info.shape[:-1], 2 * info.shape[-1])
         values = Stored(names.values, info.dtype, (1, 2), packed=True)
         return (values, *self._nvfp4(module, names, shape, scheme))
@@ -179,9 +173,9 @@ class Formats:
         assert self._index is not None
         there = [end for end in ends if module + end in self._index]
         if len(there) != 1:
-            found = " and ".join(there) or "none"
+            wanted = " or ".join(repr(module + end) for end in ends)
             raise ConfigError(
-                f"checkpoint: {module} is {scheme.values} with {found} of its scales {' or '.join(module + e for e in ends)}, "
+                f"checkpoint: scale {wanted} of an {scheme.values} weight is {'there twice' if there else 'missing'}, "
                 "expected one; download or quantise it again"
             )
         info = self._index.info(module + there[0])
@@ -203,7 +197,7 @@ class Formats:
         stem, packed = ("", "_packed") if bank else (".weight", ".weight_packed")
         one: Block = (None, None)
         if scheme.values == "nvfp4":
-            reciprocal = scheme.dialect == "ct" or bank
+            reciprocal = scheme.dialect == "compressed-tensors" or bank
             last = (
                 Stored(f"{stem}_global_scale", "F32", one if bank else (None, 0), role="inverse_scale")
                 if reciprocal

@@ -1,7 +1,7 @@
 """What a checkpoint's quantisation config says of each module: one reader for the three dialects in use.
 
-`fp8` (one scheme and `modules_to_not_convert`), `modelopt` (one `quant_algo`, or `quantized_layers` with one each; also in
-hf_quant_config.json) and `compressed-tensors` (`config_groups` with `targets`). All become rules: patterns and a scheme.
+`fp8` (one scheme and `modules_to_not_convert`), `modelopt` (one `quant_algo`, or `quantized_layers` with one each; also
+in hf_quant_config.json) and `compressed-tensors` (`config_groups` with `targets`).
 What is left out beats every rule, an exact name beats a pattern, and a pattern beats a class name.
 """
 
@@ -25,7 +25,7 @@ METHODS = ("fp8", "modelopt", "modelopt_fp4", "modelopt_mixed", "compressed-tens
 class Scheme:
     """How a module is quantised: what its values are, and what one scale stands for.
 
-    scale: "any" is per tensor or per channel, as the scale's own shape says. block: rows and columns of a block or group.
+    scale: "any" is per tensor or per channel, as the scale's own shape says. block: rows and columns of one.
     dialect: whose names for the tensors to expect where no file says.
     """
 
@@ -36,7 +36,7 @@ class Scheme:
 
 
 class Patterns:
-    """A list of module names, `re:` patterns, globs and class names, matched whatever prefix the text model has there."""
+    """Module names, `re:` patterns, globs and class names, matched whatever prefix the text model has there."""
 
     def __init__(self, entries: Iterable[str], anywhere: bool = False) -> None:
         """anywhere: a name may stand anywhere in the module's, in whole parts, as in modules_to_not_convert."""
@@ -84,11 +84,12 @@ class Quantization:
         self.method = self._config.get("quant_method") or ("modelopt" if "quant_algo" in self._config else None)
         if self._config and self.method not in METHODS:
             raise ConfigError(
-                f"config.json: quant_method is {self.method!r}, expected one of {', '.join(METHODS)}; take another export"
+                f"config.json: quant_method is {self.method!r}, expected one of {', '.join(METHODS)}; use another export"
             )
         self._rules: list[tuple[Patterns, Scheme]] = []
         self._by_name: dict[str, Scheme | None] = {}
         self._rest: Scheme | None = None
+        self._linear = Patterns(["Linear"])
         ignored = [*(self._config.get("ignore") or ()), *(self._config.get("exclude_modules") or ())]
         if self.method == "fp8":
             self._read_fp8()
@@ -112,8 +113,7 @@ class Quantization:
         best = max(ranked, key=lambda rule: rule[:2], default=(0, 0, None))
         if best[0]:
             return best[2]
-        linear = Patterns(["Linear"]).strength(module) if self._rest else 0
-        return self._rest if linear else None
+        return self._rest if self._rest and self._linear.strength(module) else None
 
     @property
     def kv_cache_dtype(self) -> Literal["fp8"] | None:
@@ -123,13 +123,9 @@ class Quantization:
         if isinstance(scheme, str):
             algorithm, scheme = scheme, None
         if scheme and (scheme.get("num_bits"), scheme.get("type", "float")) != (8, "float"):
-            raise ConfigError(
-                f"config.json: kv_cache_scheme is {scheme}, expected 8-bit float; set the KV cache's dtype"
-            )
+            raise ConfigError(f"config.json: kv_cache_scheme is {scheme}, expected 8-bit float; set --kv-cache-dtype")
         if algorithm and str(algorithm).upper() not in ("FP8", "NONE"):
-            raise ConfigError(
-                f"checkpoint: kv_cache_quant_algo is {algorithm!r}, expected FP8; set the KV cache's dtype"
-            )
+            raise ConfigError(f"checkpoint: kv_cache_quant_algo is {algorithm!r}, expected FP8; set --kv-cache-dtype")
         return "fp8" if scheme or str(algorithm).upper() == "FP8" else None
 
     def _read_fp8(self) -> None:
@@ -142,9 +138,7 @@ class Quantization:
             raise ConfigError("config.json: quantization_config has no config_groups; expected at least one")
         for name, group in groups.items():
             if group.get("weights"):
-                scheme = _group_scheme(
-                    name, group["weights"], "modelopt" if self.method != "compressed-tensors" else "ct"
-                )
+                scheme = _group_scheme(name, group["weights"], self.method or "")
                 self._rules.append((Patterns(group.get("targets") or ()), scheme))
 
     def _read_modelopt(self) -> None:
