@@ -76,6 +76,8 @@ class Formats:
 
         Raises ConfigError if they differ, or for a tensor that is missing or not as the config says.
         """
+        if not experts and any("{e}" in source for source in sources):
+            raise ValueError(f"{sources[0]}: say how many experts there are")
         found = self._each(sources, experts)
         first_name, first = next(found)
         for name, format in found:

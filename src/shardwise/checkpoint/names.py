@@ -34,8 +34,8 @@ class Names:
     """The names of one checkpoint.
 
     prefix: of the text model. head: the output layer's name without suffix, None if there is none (tied).
-    modules: every name, and everything that a name starts with up to a dot; empty for made-up weights, whose experts are
-    stacked or not as `stacks` says.
+    modules: every name, and everything that a name starts with up to a dot. Empty for made-up weights; then `stacks`
+    says whether experts are stacked.
     """
 
     prefix: str

@@ -84,7 +84,7 @@ class Quantization:
         self.method = self._config.get("quant_method") or ("modelopt" if "quant_algo" in self._config else None)
         if self._config and self.method not in METHODS:
             raise ConfigError(
-                f"config.json: quant_method is {self.method!r}, expected one of {', '.join(METHODS)}; use another export"
+                f"config.json: quant_method is {self.method!r}, expected {', '.join(METHODS)}; use another export"
             )
         self._rules: list[tuple[Patterns, Scheme]] = []
         self._by_name: dict[str, Scheme | None] = {}
