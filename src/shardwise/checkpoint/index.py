@@ -50,7 +50,9 @@ class TensorInfo(NamedTuple):
 
 
 class Source(Protocol):
-    """Where weights come from: a checkpoint or made-up values."""
+    """Where weights come from, and the device on which `read` has them: a checkpoint or made-up values."""
+
+    device: torch.device
 
     def info(self, name: str) -> TensorInfo: ...
 
@@ -74,6 +76,7 @@ class CheckpointIndex:
 
     def __init__(self, folder: Path, entries: Mapping[str, _Entry], header_bytes: int) -> None:
         self.folder = folder
+        self.device = torch.device("cpu")
         self.bytes_read = header_bytes
         self.header_bytes = header_bytes
         self._entries = dict(entries)
@@ -127,12 +130,10 @@ class CheckpointIndex:
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "header_bytes": self.header_bytes, "entries": self._entries}
+        return {"folder": self.folder, "entries": self._entries, "header_bytes": self.header_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.folder, self.header_bytes, self._entries = state["folder"], state["header_bytes"], state["entries"]
-        self.bytes_read = self.header_bytes
-        self._open_maps()
+        self.__init__(**state)
 
     def info(self, name: str) -> TensorInfo:
         """Raises ConfigError if the checkpoint lacks `name`."""

@@ -66,9 +66,9 @@ def _weight(
 ) -> Weight:
     places: dict[str, torch.Tensor] = {}
     for part in held:
-        # Many small reads are put together on the host, and cross to the device once.
+        # Many small reads are put together where the source has them, and cross to the device once.
         small = prod(part.shape) * part.stored.bits // 8 <= ASSEMBLED_BYTES
-        place = torch.device("cpu") if small else device
+        place = source.device if small else device
         places[part.stored.suffix] = torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device=place)
     for copy in copies(spec, partitions, rank):
         target = places[copy.stored.suffix][copy.dst]

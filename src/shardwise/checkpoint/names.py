@@ -16,6 +16,7 @@ PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 HEADS = ("lm_head", "language_model.lm_head", "model.lm_head", "model.language_model.lm_head")
 ROOTS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 LEFT_OUT = ("visual", "mtp")  # by the module right under a root
+KV_SCALES = (".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")  # under self_attn
 PLAIN_FLOATS = ("F64", "F32", "BF16", "F16")
 SHOWN = 3
 
@@ -33,12 +34,14 @@ class Names:
     """The names of one checkpoint.
 
     prefix: of the text model. head: the output layer's name without suffix, None if there is none (tied).
-    modules: every name, and everything that a name starts with up to a dot.
+    modules: every name, and everything that a name starts with up to a dot. Empty for made-up weights; then `stacks`
+    says whether experts are stacked.
     """
 
     prefix: str
     head: str | None
     modules: frozenset[str] = frozenset()
+    stacks: bool = True
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "Names":
@@ -59,9 +62,9 @@ class Names:
         return cls(prefixes[0], heads[0] if heads else None, frozenset(modules))
 
     @classmethod
-    def published(cls, tied: bool) -> "Names":
-        """The names that the family's makers use, for weights that are made up: experts are stacked."""
-        return cls(PREFIXES[0], None if tied else HEADS[0])
+    def published(cls, tied: bool, stacks: bool = True) -> "Names":
+        """The names that the family's makers use, for made-up weights: experts are stacked unless quantised."""
+        return cls(PREFIXES[0], None if tied else HEADS[0], stacks=stacks)
 
     def text(self, name: str) -> str:
         """The checkpoint's name of `name`, as in "layers.0.input_layernorm.weight"."""
@@ -71,7 +74,7 @@ class Names:
         """Whether the experts of `layer` are stacked in one tensor. Raises ConfigError if they are both or neither."""
         experts = self.text(f"layers.{layer}.mlp.experts")
         if not self.modules:
-            return True
+            return self.stacks
         single = f"{experts}.0" in self.modules
         bank = any(f"{experts}.gate_up_proj{suffix}" in self.modules for suffix in ("", "_packed"))
         if single == bank:
@@ -82,12 +85,17 @@ class Names:
         return bank
 
     def left_out(self, names: Iterable[str], tied: bool = False) -> dict[str, tuple[str, ...]]:
-        """Those of `names` that the text model leaves out on purpose: "visual", "mtp", and the "head" of a tied one."""
+        """Those of `names` that the text model may leave out: "visual", "mtp", "kv_scale", the "head" of a tied one."""
         roots = {kind: tuple(f"{root}{kind}." for root in ROOTS) for kind in LEFT_OUT}
         if tied and self.head:
             roots["head"] = (f"{self.head}.",)
         names = sorted(names)
         found = {kind: tuple(name for name in names if name.startswith(starts)) for kind, starts in roots.items()}
+        found["kv_scale"] = tuple(
+            name
+            for name in names
+            if name.startswith(self.prefix) and name.endswith(tuple(f".self_attn{end}" for end in KV_SCALES))
+        )
         return {kind: those for kind, those in found.items() if those}
 
 
