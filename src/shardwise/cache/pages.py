@@ -1,4 +1,4 @@
-"""Which KV pages are free and who holds the others. Numbers only: the pages' bytes belong to the runner of each rank."""
+"""Which KV pages are free and who holds the others. Numbers only: their bytes are the runners', on each rank."""
 
 
 class PagePool:

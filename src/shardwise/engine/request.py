@@ -88,6 +88,11 @@ class Request:
         return len(self.output) + self.pending
 
     @property
+    def index(self) -> int:
+        """How many tokens it generated before the one that its latest planned step samples."""
+        return self.generated - 1
+
+    @property
     def max_length(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens
 

@@ -187,7 +187,7 @@ class Scheduler:
             self._grant(request, grants)
 
     def _expected_pages(self, request: Request) -> int:
-        """Pages that the running `request` lacks for its known tokens and, when it decodes, for one more page's worth."""
+        """Pages that running `request` lacks for its known tokens and, when it decodes, for one more page's worth."""
         ahead = self.pages.page_tokens if request.decoding else 0
         return max(0, self.pages.needed(min(request.length + ahead, request.max_length)) - len(request.pages))
 

@@ -1,0 +1,229 @@
+"""The engine's loop on the first rank: plan, run, sample, share the tokens, tell what came of it.
+
+Legend: L sampled rows, V vocabulary, C tokens of a chunk.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from shardwise.engine.messages import Failed, Generate, Logprob, Stats, Tokens
+from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_sampling
+from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
+from shardwise.engine.scheduler import Progress, Scheduler, Step
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """What the model says of a step, in fp32, on the first rank's device. The sampler may write over it."""
+
+    sampled_LV: torch.Tensor  # of the last token of each chunk with `sample`, in the plan's order
+    prompt: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: [C, V], chunks with `prompt_logits`
+
+
+class Runner(Protocol):
+    """The model on all ranks, as the first one drives it. Steps are carried out in the order they are given."""
+
+    def run(self, plan: StepPlan) -> StepLogits | None:
+        """Send `plan` to the other ranks and run it; None if none of its chunks wants logits. Need not wait for it."""
+        ...
+
+    def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
+        """Share the tokens sampled for `rows` with all ranks, as the rows' last tokens: int64, -1 for a failed row.
+
+        Called once after each plan with a chunk to sample.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Launched:
+    step: Step
+    sampled: Sampled | None
+    scores: dict[Request, PromptScores]
+
+
+class Engine:
+    """Requests in, messages out. `step` does one round and says what the API process must hear.
+
+    overlap: launch the next step before the tokens of the last one are read, so that the device never waits for the
+    host. Answers are the same; a stop token is noticed one step late, and what that step did for it is thrown away.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        runner: Runner,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(limits)
+        self._runner = runner
+        self._sampler = Sampler()
+        self._eos = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
+        self._steps_ahead = int(overlap)
+        self._requests: dict[str, Request] = {}
+        self._launched: deque[_Launched] = deque()
+        self._outbox: list[Tokens | Failed] = []
+        self._arrivals = self._prompt_tokens = self._generated_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to say."""
+        return bool(self._outbox or self._launched or self.scheduler.has_requests)
+
+    def add(self, generate: Generate) -> None:
+        """Queue a request; if it can never be served, the next `step` says why."""
+        sampling = generate.sampling
+        try:
+            if generate.id in self._requests:
+                raise RequestRefused(f"a request with id {generate.id!r} is running already", "request_id")
+            check_sampling(sampling, self.scheduler.limits.vocab_size)
+            request = Request(
+                id=generate.id,
+                prompt=generate.prompt,
+                sampling=sampling,
+                arrival=self._arrivals,
+                seed=(self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed) & SEED_MASK,
+                stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
+                priority=generate.priority,
+            )
+            self.scheduler.add(request)
+        except RequestRefused as error:
+            self._outbox.append(Failed(generate.id, error.message, refused=True, param=error.param))
+            return
+        self._arrivals += 1
+        self._requests[request.id] = request
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at once; one that has ended already, or never was, is no error: messages cross."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request)
+            self._outbox.append(Tokens(request_id, [], finish_reason="cancel"))
+
+    def step(self) -> list[Tokens | Failed]:
+        """Plan and run one step, and read one that ran. Returns what there is to tell, in order."""
+        step = self.scheduler.plan()
+        if step.plan.chunks:
+            self._launched.append(self._launch(step))
+        if self._launched and (len(self._launched) > self._steps_ahead or not step.plan.chunks):
+            self._land(self._launched.popleft())
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def stats(self) -> Stats:
+        pages, rows = self.scheduler.pages, self.scheduler.rows
+        return Stats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_tokens_used=pages.used * pages.page_tokens,
+            kv_tokens=pages.pages * pages.page_tokens,
+            state_rows_used=rows.used,
+            state_rows=rows.rows,
+            preemptions=self.scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self.scheduler.steps,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if anything is kept for requests that are gone."""
+        self.scheduler.check()
+        live = len(self.scheduler.running) + len(self.scheduler.waiting)
+        if len(self._requests) != live or self._sampler.remembered > live:
+            raise AssertionError(
+                f"{live} live requests; {len(self._requests)} known, {self._sampler.remembered} sampled"
+            )
+
+    def _launch(self, step: Step) -> _Launched:
+        """Give a step to the device: model, sampler, and the scores of prompts. Nothing here waits for it."""
+        logits = self._runner.run(step.plan)
+        if logits is None:
+            if step.sampled:
+                raise RuntimeError(
+                    f"step {step.plan.step} samples {len(step.sampled)} tokens; its runner gave no logits"
+                )
+            return _Launched(step, None, {})
+        scores = {
+            request: found
+            for request, chunk in zip(step.requests, step.plan.chunks, strict=True)
+            if chunk.prompt_logits and (found := self._score(request, chunk, logits.prompt[chunk.row]))
+        }
+        sampled = None
+        if step.sampled:
+            sampled = self._sampler.sample(logits.sampled_LV, step.sampled)
+            self._runner.commit([request.row for request in step.sampled], sampled.tokens_L)
+        return _Launched(step, sampled, scores)
+
+    @staticmethod
+    def _score(request: Request, chunk: Chunk, logits_CV: torch.Tensor) -> PromptScores | None:
+        """Score the prompt tokens that this chunk predicts and none before it did, if any."""
+        first = max(chunk.start, len(request.prompt_logprobs))
+        last = min(chunk.start + chunk.count, len(request.prompt) - 1)
+        if first >= last:
+            return None
+        logits_CV = logits_CV[first - chunk.start : last - chunk.start]
+        return score_prompt(logits_CV, request.prompt[first + 1 : last + 1], request.sampling.prompt_logprobs or 0)
+
+    def _land(self, launched: _Launched) -> None:
+        """Wait for a step's results and tell them."""
+        step = launched.step
+        for request, scores in launched.scores.items():
+            found = scores.read()
+            if found is None:
+                self._fail(request, f"the model's output within the {len(request.prompt)} prompt tokens is not finite")
+            else:
+                request.prompt_logprobs += found
+        results = launched.sampled.read() if launched.sampled else []
+        chunks = [chunk for chunk in step.plan.chunks if chunk.sample]
+        tokens: dict[int, int] = {}
+        logprobs: dict[Request, Logprob] = {}
+        for request, chunk, (token, logprob) in zip(step.sampled, chunks, results, strict=True):
+            if token is None:
+                self._fail(request, f"the model's output after {request.length - request.pending} tokens is not finite")
+            else:
+                tokens[chunk.row] = token
+            if logprob is not None:
+                logprobs[request] = logprob
+        for progress in self.scheduler.finish(step, tokens):
+            self._tell(progress, logprobs.get(progress.request))
+
+    def _tell(self, progress: Progress, logprob: Logprob | None) -> None:
+        request = progress.request
+        first = not request.answered
+        request.answered = True
+        self._prompt_tokens += len(request.prompt) * first
+        self._generated_tokens += len(progress.tokens)
+        if progress.finish_reason is not None:
+            self._end(request)
+        wants_prompt = first and request.sampling.prompt_logprobs is not None
+        self._outbox.append(
+            Tokens(
+                request.id,
+                progress.tokens,
+                logprobs=[logprob] if logprob is not None and progress.tokens else [],
+                prompt_logprobs=request.prompt_logprobs if wants_prompt else None,
+                finish_reason=progress.finish_reason,
+                stop_token=progress.stop_token,
+                cached_tokens=request.cached_tokens,
+            )
+        )
+
+    def _fail(self, request: Request, message: str) -> None:
+        """End one request with an error. One that has ended meanwhile has had its last word."""
+        if self._requests.get(request.id) is request:
+            self._end(request)
+            self._outbox.append(Failed(request.id, message))
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.end(request)
+        self._sampler.forget(request)
+        del self._requests[request.id]

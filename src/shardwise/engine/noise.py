@@ -1,0 +1,41 @@
+"""Random numbers that are a function of (seed, index of the token, vocabulary id) and of nothing else.
+
+So a seeded request draws the same tokens whatever shares its batch, wherever it is cut off and resumed, and on
+whatever device; and noise is needed only for those ids that are still in the running.
+
+Legend: N rows, K ids of each row.
+"""
+
+import torch
+
+_LOW = 0xFFFFFFFF
+# Two odd multipliers of a 32-bit mixer. As signed numbers: a product with 32 bits then stays within an int64.
+_FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
+_GOLDEN = 0x9E3779B9
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Scramble int64 values of 32 bits, one to one: each input bit flips each output bit about half the time."""
+    x = ((x ^ (x >> 16)) * _FIRST) & _LOW
+    x = ((x ^ (x >> 15)) * _SECOND) & _LOW
+    return x ^ (x >> 15)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """The low and high 32 bits of `seed`, any whole number, modulo 2 ** 64."""
+    return seed & _LOW, (seed >> 32) & _LOW
+
+
+def gumbel(low_N1: torch.Tensor, high_N1: torch.Tensor, index_N1: torch.Tensor, ids_NK: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [N, K] in fp32: argmax(log p + noise) draws from p.
+
+    low, high: halves of each row's seed; index: how many tokens it has generated before; ids: vocabulary ids, [N, K]
+    or [1, K]. All int64.
+    """
+    index_N1 = _mix(index_N1 & _LOW)
+    first_N1 = _mix(high_N1 ^ _mix(low_N1 ^ index_N1))
+    second_N1 = _mix(low_N1 ^ _mix(high_N1 ^ ((index_N1 + _GOLDEN) & _LOW)))
+    bits_NK = _mix((_mix(ids_NK ^ first_N1) + second_N1) & _LOW)
+    # The winners have small exponentials: log1p keeps 32 bits of resolution there. The clamp keeps the others finite.
+    uniform_NK = ((bits_NK.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform_NK.neg_().log1p_().neg_().log_().neg_()

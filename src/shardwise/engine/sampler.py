@@ -1,0 +1,274 @@
+"""From logits to token ids, on the device of the logits, for all the rows of a step at once.
+
+Each row's result depends on its own logits, parameters, seed and history only: rows never share arithmetic whose
+rounding could depend on the rest of the batch. Nothing here waits for the device before `Sampled.read`.
+
+Order of effects: logit_bias, min_tokens (no stop token before), penalties; then logprobs are taken; then temperature,
+min_p, top_k, top_p.
+
+Legend: L rows of logits, V vocabulary, N rows of a group, K candidates, C tokens of a chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log
+
+import torch
+
+from shardwise.engine.messages import Logprob
+from shardwise.engine.noise import gumbel, split_seed
+from shardwise.engine.penalties import TokenCounts, penalised
+from shardwise.engine.request import Request
+
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the same, with overflows
+NARROW = 256  # up to this top_k, candidates are selected; above it, and for top_p alone, all ids are sorted
+
+
+def sort_keys(logits_LV: torch.Tensor) -> torch.Tensor:
+    """int64 [L, V], all different in a row: larger for the larger logit, and among equals for the lower id.
+
+    So that the k largest are the same ones on every device and in every batch. The id is V - 1 - (key & 0xffffffff).
+    """
+    bits_LV = (logits_LV + 0.0).view(torch.int32)  # + 0.0: no negative zero
+    ordered_LV = bits_LV ^ ((bits_LV >> 31) & 0x7FFFFFFF)
+    reversed_ids_V = torch.arange(logits_LV.shape[-1] - 1, -1, -1, device=logits_LV.device)
+    return (ordered_LV.to(torch.int64) << 32) + reversed_ids_V
+
+
+def largest(logits_LV: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids [L, count] of the largest logits, in falling order, the lower id first among equals."""
+    keys_LK = sort_keys(logits_LV).topk(count, dim=-1).values
+    return logits_LV.shape[-1] - 1 - (keys_LK & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step sampled, still on the device."""
+
+    tokens_L: torch.Tensor  # int64; -1: the row's logits were not finite
+    wanted: dict[int, int] = field(default_factory=dict)  # by row: how many of the likeliest to report
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # by wanted row: own, top ids, top values
+
+    def read(self) -> list[tuple[int | None, Logprob | None]]:
+        """Wait for the device. By row, the token (None: its logits were not finite) and its logprob if wanted."""
+        tokens = [None if token < 0 else token for token in self.tokens_L.tolist()]
+        found: dict[int, Logprob] = {}
+        numbers = zip(*(column.tolist() for column in self.logprobs), strict=True) if self.logprobs else ()
+        for (row, count), (own, ids, values) in zip(self.wanted.items(), numbers, strict=True):
+            token = tokens[row]
+            if token is not None:
+                found[row] = _logprob(token, own, ids, values, count)
+        return [(token, found.get(row)) for row, token in enumerate(tokens)]
+
+
+def _logprob(token: int, own: float, ids: list[int], values: list[float], count: int) -> Logprob:
+    """Ids that are ruled out altogether (a logprob of minus infinity) are not among the likeliest."""
+    top = zip(ids[:count], values[:count], strict=True)
+    return Logprob(token, own, [(other, value) for other, value in top if value != float("-inf")])
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """What the model made of some tokens of a prompt, still on the device."""
+
+    tokens: Sequence[int]
+    top: int
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of each token: own, top ids, top values
+
+    def read(self) -> list[Logprob] | None:
+        """Wait for the device. None: a logit was not a number."""
+        own, ids, values = (column.tolist() for column in self.logprobs)
+        if any(value != value for value in own):
+            return None
+        return [_logprob(*each, self.top) for each in zip(self.tokens, own, ids, values, strict=True)]
+
+
+def score_prompt(logits_CV: torch.Tensor, tokens: Sequence[int], top: int) -> PromptScores:
+    """The logprob of each of C `tokens` under its row of logits, and of the `top` likeliest."""
+    logprobs_CV = logits_CV.float().log_softmax(dim=-1)
+    own_C = logprobs_CV.gather(1, _ints(tokens, logits_CV.device).unsqueeze(1)).squeeze(1)
+    ids_CK = largest(logprobs_CV, top)
+    return PromptScores(tokens, top, (own_C, ids_CK, logprobs_CV.gather(1, ids_CK)))
+
+
+@dataclass
+class _Draw:
+    """Rows that draw at random in the same manner, and their parameters."""
+
+    rows_N: torch.Tensor
+    candidates: int  # how many of the likeliest ids of each row to look at; 0: all, nothing is cut off
+    ints_N4: torch.Tensor  # top_k, low and high half of the seed, index of the token
+    floats_N3: torch.Tensor  # temperature, top_p, logarithm of min_p
+
+    def tokens(self, logits_LV: torch.Tensor) -> torch.Tensor:
+        """int64 [N]."""
+        whole = len(self.rows_N) == len(logits_LV)  # rows are in order: no need to copy them out
+        logits_NV = logits_LV if whole else logits_LV[self.rows_N]
+        temperature_N1, top_p_N1, log_min_p_N1 = self.floats_N3.split(1, dim=1)
+        top_k_N1, low_N1, high_N1, index_N1 = self.ints_N4.split(1, dim=1)
+        if not self.candidates:
+            ids_1V = torch.arange(logits_NV.shape[-1], device=logits_NV.device).unsqueeze(0)
+            scaled_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / temperature_N1
+            return (scaled_NV + gumbel(low_N1, high_N1, index_N1, ids_1V)).argmax(dim=-1)
+        ids_NK = largest(logits_NV, self.candidates)
+        values_NK = logits_NV.gather(1, ids_NK)
+        values_NK = (values_NK - values_NK[:, :1]) / temperature_N1
+        keep_NK = self._keep(values_NK, top_k_N1, top_p_N1, log_min_p_N1)
+        score_NK = (values_NK + gumbel(low_N1, high_N1, index_N1, ids_NK)).masked_fill(~keep_NK, float("-inf"))
+        return ids_NK.gather(1, score_NK.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+    @staticmethod
+    def _keep(
+        values_NK: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, log_min_p: torch.Tensor
+    ) -> torch.Tensor:
+        """Which candidates, likeliest first, are left. The first always is.
+
+        In fp64, so that a different width of the batch (another order of additions) does not move the cut of top_p.
+        """
+        rank_K = torch.arange(values_NK.shape[1], device=values_NK.device)
+        keep_NK = (values_NK >= log_min_p) & ((top_k == 0) | (rank_K < top_k))
+        p_NK = values_NK.double().exp().masked_fill(~keep_NK, 0)
+        before_NK = p_NK.cumsum(dim=1) - p_NK
+        return keep_NK & ((before_NK < top_p * p_NK.sum(dim=1, keepdim=True)) | (top_p >= 1))
+
+
+@dataclass
+class _Batch:
+    """What the parameters of a step's requests come to, on the device. Used again while the requests stay the same."""
+
+    key: list[tuple[int, bool]]  # arrival, whether stop tokens are ruled out
+    indices: list[int]  # how many tokens each request had generated before
+    draws: list[_Draw] = field(default_factory=list)
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # rows, ids, values
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, ids
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # rows, slots, factors
+    wanted: dict[int, int] = field(default_factory=dict)  # by row: how many of the likeliest to report
+    wanted_rows_N: torch.Tensor | None = None
+
+    def advance(self) -> None:
+        self.indices = [index + 1 for index in self.indices]
+        for draw in self.draws:
+            draw.ints_N4[:, 3] += 1
+
+
+class Sampler:
+    """Chooses tokens, and remembers what that needs of each request until `forget`."""
+
+    def __init__(self) -> None:
+        self._counts = TokenCounts()
+        self._batch: _Batch | None = None
+
+    def sample(self, logits_LV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+        """One token for each of `requests`, whose rows `logits_LV` [L, V] in fp32 has in order; may change the logits.
+
+        Call it once for each planned token, in order: after a step's plan, before that of the next.
+        """
+        batch = self._prepare(logits_LV, requests)
+        logits_LV = self._shape(logits_LV, batch)
+        values_L, tokens_L = logits_LV.max(dim=-1)  # of equals the first; a NaN is larger than all
+        for draw in batch.draws:
+            tokens_L[draw.rows_N] = draw.tokens(logits_LV)
+        tokens_L = torch.where(values_L.isfinite(), tokens_L, -1)
+        if batch.penalties is not None:
+            rows_P, slots_P, _ = batch.penalties
+            self._counts.record(slots_P, tokens_L[rows_P])
+        if batch.wanted_rows_N is None:
+            return Sampled(tokens_L)
+        tokens_N1 = tokens_L[batch.wanted_rows_N].clamp(min=0).unsqueeze(1)
+        logprobs_NV = logits_LV[batch.wanted_rows_N].log_softmax(dim=-1)
+        top_ids_NK = largest(logprobs_NV, max(batch.wanted.values()))
+        own_N = logprobs_NV.gather(1, tokens_N1).squeeze(1)
+        return Sampled(tokens_L, batch.wanted, (own_N, top_ids_NK, logprobs_NV.gather(1, top_ids_NK)))
+
+    def forget(self, request: Request) -> None:
+        """Drop what is remembered of `request`, which will not be sampled again."""
+        self._counts.forget(request)
+        self._batch = None
+
+    @property
+    def remembered(self) -> int:
+        """Requests that state is kept of."""
+        return len(self._counts)
+
+    def _shape(self, logits_LV: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        """Apply bias, bans and penalties."""
+        if batch.bias is not None:
+            rows, ids, values = batch.bias
+            logits_LV[rows, ids] = logits_LV[rows, ids] + values
+        if batch.banned is not None:
+            logits_LV[batch.banned] = float("-inf")
+        if batch.penalties is not None:
+            rows_P, slots_P, factors_P3 = batch.penalties
+            logits_LV[rows_P] = self._counts.penalise(logits_LV[rows_P], slots_P, factors_P3)
+        return logits_LV
+
+    def _prepare(self, logits_LV: torch.Tensor, requests: Sequence[Request]) -> _Batch:
+        """The parameters of this step: the last step's, one token further, if the requests are the same."""
+        indices = [request.index for request in requests]
+        key = [(r.arrival, index < r.sampling.min_tokens) for r, index in zip(requests, indices, strict=True)]
+        last = self._batch
+        if last is not None and last.key == key:
+            last.advance()
+            if last.indices == indices:
+                return last
+        batch = self._batch = _Batch(key, indices)
+        self._fill(batch, requests, logits_LV)
+        return batch
+
+    def _fill(self, batch: _Batch, requests: Sequence[Request], logits_LV: torch.Tensor) -> None:
+        device, vocab = logits_LV.device, logits_LV.shape[-1]
+        batch.draws = _draws(requests, batch.indices, vocab, device)
+        batch.wanted = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
+        batch.wanted_rows_N = _ints(list(batch.wanted), device) if batch.wanted else None
+        triples = [(row, t, bias) for row, r in enumerate(requests) for t, bias in r.sampling.logit_bias.items()]
+        if triples:
+            rows, ids, values = zip(*triples, strict=True)
+            batch.bias = _ints(rows, device), _ints(ids, device), _floats(values, device)
+        banning = [requests[row] if ban else None for row, (_, ban) in enumerate(batch.key)]
+        pairs = [(row, t) for row, r in enumerate(banning) if r for t in sorted(r.stop_ids) if 0 <= t < vocab]
+        if pairs:
+            rows, ids = zip(*pairs, strict=True)
+            batch.banned = _ints(rows, device), _ints(ids, device)
+        rows = [row for row, request in enumerate(requests) if penalised(request)]
+        if rows:
+            chosen = [requests[row] for row in rows]
+            slots = self._counts.slots(chosen, logits_LV)
+            factors = [
+                (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) for s in (r.sampling for r in chosen)
+            ]
+            batch.penalties = _ints(rows, device), _ints(slots, device), _floats(factors, device)
+
+
+def _ints(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _floats(values: Sequence[float] | Sequence[tuple[float, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _draws(requests: Sequence[Request], indices: list[int], vocab: int, device: torch.device) -> list[_Draw]:
+    """Rows that are not greedy, grouped by how many candidates they need: none cut off, few, or all sorted."""
+    groups: dict[str, list[int]] = {}
+    for row, request in enumerate(requests):
+        s = request.sampling
+        if s.temperature < GREEDY_BELOW:
+            continue
+        top_k = s.top_k if s.top_k < vocab else 0
+        cut = top_k or s.top_p < 1 or s.min_p > 0
+        groups.setdefault("all" if not cut else "few" if 0 < top_k <= NARROW else "sorted", []).append(row)
+    draws = []
+    for kind, rows in groups.items():
+        params = [requests[row].sampling for row in rows]
+        candidates = {"all": 0, "sorted": vocab, "few": min(vocab, max(s.top_k for s in params))}[kind]
+        ints = [(s.top_k, *split_seed(requests[row].seed), indices[row]) for row, s in zip(rows, params, strict=True)]
+        floats = [(s.temperature, s.top_p, log(s.min_p) if s.min_p > 0 else float("-inf")) for s in params]
+        draws.append(
+            _Draw(
+                _ints(rows, device),
+                candidates,
+                torch.tensor(ints, dtype=torch.int64, device=device),
+                _floats(floats, device),
+            )
+        )
+    return draws
