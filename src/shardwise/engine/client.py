@@ -70,7 +70,9 @@ class EngineClient:
     async def start(self) -> None:
         """Listen. Raises ConfigError if the socket cannot be made."""
         if len(os.fsencode(self._path)) > SOCKET_PATH_BYTES:
-            raise ConfigError(f"socket path {self._path} is longer than {SOCKET_PATH_BYTES} bytes; set a shorter TMPDIR")
+            raise ConfigError(
+                f"socket path {self._path} is longer than {SOCKET_PATH_BYTES} bytes; set a shorter TMPDIR"
+            )
         self._path.unlink(missing_ok=True)
         try:
             self._server = await asyncio.start_unix_server(self._accept, path=str(self._path))
