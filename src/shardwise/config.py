@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5ForCausalLM": "qwen3_5",
 }
+STORE_PER_GROUP = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ROPE_TYPES = ("default", "linear", "yarn")
 
 
@@ -244,7 +245,11 @@ def rank_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
 
 
 def launcher_environment(ranks: int) -> dict[str, str]:
-    """The environment of a group of `ranks` on this host: ours, with the CPU's cores divided among them if not set."""
-    environment = dict(os.environ)
+    """The environment of a group of `ranks` on this host: ours, with the CPU's cores divided among them if not set.
+
+    The launcher's own store outlives a group, so a group that is started again could meet by the addresses of the dead
+    one; with sharing off, every group has a store of its own.
+    """
+    environment = {**os.environ, STORE_PER_GROUP: "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     return environment

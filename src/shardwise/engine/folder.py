@@ -86,8 +86,18 @@ class RunFolder:
 
 
 def config_fault(entries: Sequence[Entry]) -> str | None:
-    """What the user has to change, if a rank said so."""
-    return next((entry.message for entry in entries if isinstance(entry, Broke) and entry.config_error), None)
+    """What the user has to change, if a rank said so.
+
+    Only the first to fail in a group knows why: the others may take its silence for a fault of the network. And what
+    has served before was no fault of the config's.
+    """
+    first: dict[int, Broke] = {}
+    for entry in entries:
+        if isinstance(entry, Serving):
+            return None
+        if isinstance(entry, Broke):
+            first.setdefault(entry.restarts, entry)
+    return next((entry.message for entry in first.values() if entry.config_error), None)
 
 
 def crash_loop(entries: Sequence[Entry], limit: int = MAX_CRASHES) -> str | None:
@@ -97,9 +107,12 @@ def crash_loop(entries: Sequence[Entry], limit: int = MAX_CRASHES) -> str | None
     """
     served = max((entry.restarts for entry in entries if isinstance(entry, Serving)), default=-1)
     latest = max((entry.restarts for entry in entries if isinstance(entry, Started)), default=-1)
-    broken = [entry for entry in entries if isinstance(entry, Broke) and entry.restarts > served]
-    told = len({entry.restarts for entry in broken})
-    if max(told, latest - served - 1) < limit:
+    broken: dict[int, Broke] = {}  # the first of each group: the others follow from it
+    for entry in entries:
+        if isinstance(entry, Broke) and entry.restarts > served:
+            broken.setdefault(entry.restarts, entry)
+    if max(len(broken), latest - served - 1) < limit:
         return None
-    cause = f"rank {broken[-1].rank}: {broken[-1].message}" if broken else "they were killed; is memory short?"
+    last = broken[max(broken)] if broken else None
+    cause = f"rank {last.rank}: {last.message}" if last else "they were killed; is memory short?"
     return f"the ranks crashed {limit} times in a row while starting; the last cause: {cause}"

@@ -1,4 +1,4 @@
-"""Torch's elastic launcher as our child: `python -m shardwise.engine.launch FOLDER PARENT ENGINE LAUNCHER-ARGUMENTS...`.
+"""Torch's elastic launcher as our child: `python -m shardwise.engine.launch FOLDER PARENT ENGINE LAUNCHER-OPTIONS`.
 
 It differs from `python -m torch.distributed.run` in three ways: it dies with the process that started it, it logs to a
 file (the group tells the user what matters, in one line), and it ends without a traceback.

@@ -1,4 +1,4 @@
-"""Frames between the API process and the first rank: asyncio on one side of the Unix socket, plain threads on the other.
+"""Frames between the API process and the first rank: asyncio on one side of a Unix socket, plain threads on the other.
 
 A frame is its length (four bytes, big-endian) and a msgpack array of messages, so all tokens of a step travel together.
 """

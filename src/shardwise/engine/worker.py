@@ -81,35 +81,42 @@ class FirstRank:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._draining = threading.Event()
         self._stats_due_s = 0.0
+        self._stats_told = True
 
     def run(self) -> None:
         """Serve until drained. Ends the process at once, whatever it waits for, when the API process hangs up."""
         ready = self._engine.ready()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
-        self._connection.send([Ready(**{**_fields(ready), "restarts": self._restarts}), self._engine.stats()])
+        self._connection.send([Ready(**{**_fields(ready), "restarts": self._restarts}), self._stats()])
         while True:
             self._take_messages()
             if self._engine.has_work():
                 self._step()
             elif self._draining.is_set():
-                self._connection.send([self._engine.stats(), Drained()])
+                self._connection.send([self._stats(), Drained()])
                 self._engine.stop()
                 return
 
     def _step(self) -> None:
         out: list = self._engine.step()
-        now_s = time.monotonic()
-        if now_s >= self._stats_due_s or not self._engine.has_work():
-            out.append(self._engine.stats())
-            self._stats_due_s = now_s + STATS_SECONDS
+        self._stats_told = False
+        if time.monotonic() >= self._stats_due_s:
+            out.append(self._stats())
         if out:
             self._connection.send(out)
+
+    def _stats(self) -> Stats:
+        self._stats_due_s = time.monotonic() + STATS_SECONDS
+        self._stats_told = True
+        return self._engine.stats()
 
     def _take_messages(self) -> None:
         """Take in all that has come; with nothing to do, wait for more, giving signs of life to the other ranks."""
         refused: list[Failed] = []
         while True:
             wait = not (self._engine.has_work() or self._draining.is_set() or refused)
+            if wait and not self._stats_told:
+                self._connection.send([self._stats()])
             try:
                 message = self._inbox.get(block=wait, timeout=SIGN_OF_LIFE_SECONDS)
             except queue.Empty:
@@ -123,6 +130,7 @@ class FirstRank:
             self._connection.send(refused)
 
     def _take(self, message: ToEngine) -> Failed | None:
+        self._stats_told = False
         match message:
             case Generate() if self._draining.is_set():
                 return Failed(id=message.id, message=DRAINING)
