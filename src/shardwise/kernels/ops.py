@@ -79,10 +79,10 @@ def _reference() -> Ops:
 
 def _triton(device: torch.device) -> Ops:
     try:
-        import triton
+        from triton import knobs
     except ImportError:
         raise ConfigError("kernels 'triton': Triton is not installed; install it, or use --kernels reference") from None
-    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if device.type == "cpu" and not knobs.runtime.interpret:
         raise ConfigError("kernels 'triton': they need a GPU and the device is 'cpu'; use --kernels reference")
     import shardwise.kernels.attention.triton as attention
     import shardwise.kernels.conv.triton as conv

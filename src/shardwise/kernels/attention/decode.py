@@ -1,0 +1,215 @@
+"""Flash decoding over pages: one query of each sequence, its positions split over programs, then a reduction.
+
+A program serves up to 16 query heads that read the same kv head, so that keys and values are read once for them all.
+Exponents are taken against the running maximum rounded up to a whole power of two. A later maximum then moves weights
+by powers of two alone, which leaves their rounding to 16 bits as it was: results hardly depend on the splits.
+
+Legend: S sequences, N query heads, K kv heads, D head dim, C splits.
+"""
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shardwise.kernels.attention.fp8 import fp8_decode
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.sequences import Sequences
+
+HEADS = 16  # rows of a dot, of which there cannot be fewer
+MAX_SPLITS = 128
+METADATA = ("context", "pages", "head_map")  # views of packed tensors, aligned by chance: not worth a variant
+
+
+@triton.jit
+def load_tile(pool, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM: tl.constexpr,
+              FP8: tl.constexpr, like):  # fmt: skip
+    """Keys or values of positions of one page, [positions, columns], in the type of `like`; zeros outside."""
+    at = page * page_stride + kv_head * head_stride + offset[:, None] * token_stride + column[None, :]
+    found = tl.load(pool + at, mask=inside[:, None] & (column < DIM)[None, :], other=0)
+    if FP8:
+        found = fp8_decode(found)
+    return found.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _split(length, splits, BLOCK_T: tl.constexpr):
+    """Positions of a split: even shares of the length in whole blocks. The last splits may get none."""
+    return tl.cdiv(tl.cdiv(length, BLOCK_T), splits) * BLOCK_T
+
+
+@triton.jit(do_not_specialize=["pages_stride", "splits"], do_not_specialize_on_alignment=METADATA)
+def decode_kernel(
+    q, k_pages, v_pages, out, partial, stats, context, pages, head_map, scale_log2, v_scale, heads, pages_stride,
+    splits, q_token_stride, q_head_stride, page_stride, head_stride, token_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head."""
+    sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    tiles = tl.cdiv(heads, HEADS)
+    kv_head = (tl.program_id(1) // tiles).to(tl.int64)
+    head = tl.program_id(1) % tiles * HEADS + tl.arange(0, HEADS)
+    live = (head < heads) & (tl.load(head_map + head, mask=head < heads, other=-1) == kv_head)
+    length = tl.load(context + sequence) + 1
+    share = _split(length, splits, BLOCK_T)
+    first, last = split * share, tl.minimum((split + 1) * share, length)
+    if (tl.sum(live.to(tl.int32), 0) == 0) | (first >= length):
+        return
+    column = tl.arange(0, BLOCK_D)
+    wanted = live[:, None] & (column < DIM)[None, :]
+    q_at = sequence * q_token_stride + (head * q_head_stride)[:, None] + column[None, :]
+    query = tl.load(q + q_at, mask=wanted, other=0.0)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    weight_sum = tl.zeros((HEADS,), tl.float32)
+    value_sum = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    for start in range(first, last, BLOCK_T):
+        page = tl.load(pages + sequence * pages_stride + start // PAGE_TOKENS).to(tl.int64)
+        position = start + tl.arange(0, BLOCK_T)
+        offset, inside = position % PAGE_TOKENS, position < last
+        key = load_tile(
+            k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
+        )
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        score = tl.where(inside[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
+        weight = tl.exp2(score - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        value = load_tile(
+            v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
+        )
+        value_sum = tl.dot(weight.to(value.dtype), value, value_sum * fade[:, None], input_precision="ieee")
+        weight_sum = weight_sum * fade + tl.sum(weight, 1)
+        top = new_top
+    if PARTIAL:
+        at = (sequence * heads + head) * splits + split
+        tl.store(partial + (at * DIM)[:, None] + column[None, :], value_sum, mask=wanted)
+        tl.store(stats + at * 2, top, mask=live)
+        tl.store(stats + at * 2 + 1, weight_sum, mask=live)
+    else:
+        y = value_sum / weight_sum[:, None] * v_scale
+        out_at = ((sequence * heads + head) * DIM)[:, None] + column[None, :]
+        tl.store(out + out_at, y.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["context"])
+def reduce_kernel(
+    partial, stats, out, context, v_scale, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, query head): the splits that had positions, summed at a common maximum."""
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    length = tl.load(context + tl.program_id(0)) + 1
+    used = tl.cdiv(length, _split(length, splits, BLOCK_T))
+    column = tl.arange(0, BLOCK_D)
+    inside = column < DIM
+    top = float("-inf")
+    weight_sum = 0.0
+    value_sum = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, used, BLOCK_C):
+        split = start + tl.arange(0, BLOCK_C)
+        at = row * splits + split
+        tops = tl.load(stats + at * 2, mask=split < used, other=float("-inf"))
+        sums = tl.load(stats + at * 2 + 1, mask=split < used, other=0.0)
+        wanted = (split < used)[:, None] & inside[None, :]
+        values = tl.load(partial + (at * DIM)[:, None] + column[None, :], mask=wanted, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        share = tl.exp2(tops - new_top)
+        fade = tl.exp2(top - new_top)
+        value_sum = value_sum * fade + tl.sum(values * share[:, None], 0)
+        weight_sum = weight_sum * fade + tl.sum(sums * share, 0)
+        top = new_top
+    tl.store(out + row * DIM + column, (value_sum / weight_sum * v_scale).to(out.dtype.element_ty), mask=inside)
+
+
+def _config(dim: int, page_tokens: int, item_bytes: int, fp8: bool) -> tuple[dict[str, Any], int, int]:
+    """Constants, warps and stages. Two stages of keys and values take at most 32 KiB, so that several programs fit."""
+    block_d = max(16, triton.next_power_of_2(dim))
+    fit = max(16, 32 * 1024 // (4 * block_d * item_bytes))
+    block_t = min(64, page_tokens & -page_tokens, fit)
+    constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_T": block_t}
+    return constants | {"HEADS": HEADS, "FP8": fp8}, 4 if block_d >= 128 else 2, 2
+
+
+REDUCE_SPLITS = 16  # splits that a step of the reduction takes
+
+
+def split_count(max_length: int, programs: int, processors: int, block_tokens: int) -> int:
+    """Splits that give every processor two programs, as far as each still has a block; from host numbers alone."""
+    return max(1, min(-(-2 * processors // programs), -(-max_length // block_tokens), MAX_SPLITS))
+
+
+def decode(
+    q_SND: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    out_SND: torch.Tensor,
+    seqs: Sequences,
+    head_map_N: torch.Tensor,
+    scale_log2: float,
+    v_scale: float,
+    processors: int,
+) -> None:
+    """Fills out_SND, contiguous, for the decodes of `seqs`. FP8 pages come as their bytes (uint8)."""
+    (count, heads, dim), (_, kv_heads, page_tokens, _) = q_SND.shape, k_pages.shape
+    constants, warps, stages = _config(dim, page_tokens, q_SND.element_size(), k_pages.dtype == torch.uint8)
+    groups = kv_heads * triton.cdiv(heads, HEADS)
+    splits = split_count(seqs.max_length, count * groups, processors, constants["BLOCK_T"])
+    partial, stats = out_SND, out_SND  # of no use with one split
+    if splits > 1:
+        partial = torch.empty(count, heads, splits, dim, dtype=torch.float32, device=q_SND.device)
+        stats = torch.empty(count, heads, splits, 2, dtype=torch.float32, device=q_SND.device)
+    decode_kernel[(count, groups, splits)](
+        q_SND,
+        k_pages,
+        v_pages,
+        out_SND,
+        partial,
+        stats,
+        seqs.context_S,
+        seqs.pages_SP,
+        head_map_N,
+        scale_log2,
+        v_scale,
+        heads,
+        seqs.pages_SP.stride(0),
+        splits,
+        *q_SND.stride()[:2],
+        *k_pages.stride()[:3],
+        **constants,
+        PARTIAL=splits > 1,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if splits > 1:
+        sizes = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")}
+        reduce_kernel[(count, heads)](
+            partial, stats, out_SND, seqs.context_S, v_scale, splits, **sizes, BLOCK_C=REDUCE_SPLITS, num_warps=4
+        )
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Head dims of the family in bf16, over bf16 and FP8 pages; fp32 for exact comparisons."""
+    ints = dict.fromkeys(("context", "pages", "head_map"), "*i32") | {"scale_log2": "fp32", "v_scale": "fp32"}
+    for dim, kind, pool, item_bytes in (
+        (256, "*bf16", "*bf16", 2),
+        (256, "*bf16", "*u8", 2),
+        (128, "*fp32", "*fp32", 4),
+    ):
+        constants, warps, stages = _config(dim, 64, item_bytes, pool == "*u8")
+        for partial in (False, True):
+            constexprs = constants | {"PARTIAL": partial}
+            types = ints | {
+                "q": kind,
+                "out": kind,
+                "k_pages": pool,
+                "v_pages": pool,
+                "partial": "*fp32",
+                "stats": "*fp32",
+            }
+            yield CompileCase(decode_kernel, signature(decode_kernel, constexprs, types), constexprs, warps, stages)
+        constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
+        types = {"partial": "*fp32", "stats": "*fp32", "out": kind, "context": "*i32", "v_scale": "fp32"}
+        yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)
