@@ -89,13 +89,24 @@ def _prefill(inputs: list, gating: tuple, state_RVKD: torch.Tensor, seqs: Sequen
 
     grid = (triton.cdiv(seqs.max_query, block_tokens), heads, later)
     work = (solve_PVM, scores_PVM, factors_PV4, first, starts)
-    _block_kernel[grid](
-        q, q_stride, k, k_stride, a, a_stride, b, b_stride, *gating, *work, **sizes, **block_options
-    )
+    _block_kernel[grid](q, q_stride, k, k_stride, a, a_stride, b, b_stride, *gating, *work, **sizes, **block_options)
     grid = (triton.cdiv(value_width, scan_options["BD"]), heads, later)
     _scan_kernel[grid](
-        q, q_stride, k, k_stride, v, v_stride, key_map_V, *work, context, rows, state_RVKD, out_TVD,
-        **sizes, D=value_width, **scan_options,
+        q,
+        q_stride,
+        k,
+        k_stride,
+        v,
+        v_stride,
+        key_map_V,
+        *work,
+        context,
+        rows,
+        state_RVKD,
+        out_TVD,
+        **sizes,
+        D=value_width,
+        **scan_options,
     )
 
 

@@ -250,9 +250,7 @@ def weight_tile(value, fine, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.cons
 
 
 @triton.jit
-def tile_product(
-    x, x_row_T, x_ok_T, value, fine, e, o_O, ok_O, k_start, k_stop, BK: tl.constexpr, W: tl.constexpr
-):
+def tile_product(x, x_row_T, x_ok_T, value, fine, e, o_O, ok_O, k_start, k_stop, BK: tl.constexpr, W: tl.constexpr):
     """weight[e, o, k_start:k_stop] @ x[rows, k_start:k_stop].T -> [BO, BT] fp32, without the coarse scale.
 
     The weight is the left operand, so that what is dequantised in registers can stay there. Where a whole step of BK is
