@@ -1,0 +1,193 @@
+"""Linear layers on GPUs: weight-streaming sums for a few tokens, tiled products with dequantisation for more.
+
+Legend: T tokens, O out, K in, R rows of a program, C chunks of V elements, S splits of K.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import linear as torch_linear
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linear.tiles import (
+    COLUMNS,
+    ROWS,
+    Layout,
+    Operand,
+    Target,
+    chunk_sums,
+    coarse_scale,
+    operand,
+    target_of,
+    tile_product,
+)
+
+STREAM_TOKENS = 4  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
+
+
+@triton.jit
+def _stream_kernel(
+    x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """R rows of the weight, read once, for all of T tokens."""
+    K: tl.constexpr = W[COLUMNS]
+    t_T = tl.arange(0, T)
+    o_R = tl.program_id(0) * R + tl.arange(0, R)
+    ok_R = o_R < W[ROWS]
+    e_1R = tl.zeros((1, R), tl.int32)
+    sums_TRC = tl.zeros((T, R, C), tl.float32)
+    for first in range(0, K // V, C):
+        c_C = first + tl.arange(0, C)
+        at = (t_T.to(tl.int64) * x_stride)[:, None, None] + (c_C * V)[None, :, None] + tl.arange(0, V)[None, None, :]
+        ok = (t_T < tokens)[:, None, None] & (c_C < K // V)[None, :, None]
+        x_TCV = tl.load(x + at, mask=ok, other=0).to(tl.float32)
+        sums_TRC += chunk_sums(x_TCV, value, fine, e_1R, o_R[None, :], ok_R[None, :], c_C, V, W)
+    y_TR = tl.sum(sums_TRC, 2) * coarse_scale(coarse, e_1R, o_R[None, :], ok_R[None, :], W)
+    at = t_T.to(tl.int64)[:, None] * W[ROWS] + o_R[None, :]
+    tl.store(out + at, y_TR.to(out.dtype.element_ty), mask=(t_T < tokens)[:, None] & ok_R[None, :])
+
+
+@triton.jit
+def _tiled_kernel(
+    x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of BO rows and BT tokens over one of the splits of K; out is [S, T, O]."""
+    K: tl.constexpr = W[COLUMNS]
+    tiles_O: tl.constexpr = (W[ROWS] + BO - 1) // BO
+    o_O = tl.program_id(0) % tiles_O * BO + tl.arange(0, BO)
+    t_T = tl.program_id(0) // tiles_O * BT + tl.arange(0, BT)
+    part = tl.program_id(1)
+    ok_O, ok_T = o_O < W[ROWS], t_T < tokens
+    start = part * SPLIT_K
+    e = part * 0
+    acc_OT = tile_product(
+        x, t_T.to(tl.int64) * x_stride, ok_T, value, fine, e, o_O, ok_O, start, min(start + SPLIT_K, K), BK, W
+    )
+    acc_OT *= coarse_scale(coarse, e, o_O, ok_O, W)[:, None]
+    at = (part.to(tl.int64) * tokens + t_T)[None, :] * W[ROWS] + o_O[:, None]
+    tl.store(out + at, acc_OT.to(out.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A configuration of the streaming kernel."""
+
+    R: int
+    C: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A configuration of the tiled kernel; splits: parts of K that are summed by programs of their own."""
+
+    BO: int
+    BT: int
+    BK: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below `n`."""
+    return triton.next_power_of_2(max(n, 1))
+
+
+def stream_config(of: Operand, tokens: int) -> Stream:
+    """Rows so that each of 128 threads has some 8 loads of 16 bytes under way, and the card is full of programs."""
+    chunks = max(of.layout[3] // of.chunk, 1)
+    C = min(power_of_two(chunks), 256)
+    R = max(1, 1024 // C // power_of_two(tokens))
+    while R > 1 and of.layout[2] < R * 256:
+        R //= 2
+    return Stream(min(R, 8), C, 4)
+
+
+def step_of(of: Operand, most: int) -> int:
+    """Columns of one step of a tiled product: `most`, or one fine scale where that is 32 or more and less."""
+    fine = of.layout[4]
+    return fine if of.kind == 1 and 32 <= fine < most and fine & (fine - 1) == 0 else most
+
+
+def tiled_config(of: Operand, tokens: int, target: Target, x_bytes: int = 2) -> Tiled:
+    """Few tokens: small tiles, many programs, K split. Many: tiles as large as the shared memory allows."""
+    roomy = target.shared_kib > 128
+    if x_bytes > 2:
+        BO, BT, BK, warps = 32, 16 if tokens <= 16 else 32, step_of(of, 32), 4
+    elif tokens <= 16:
+        BO, BT, BK, warps = 32, 16, step_of(of, 128), 4
+    elif tokens <= 64:
+        BO, BT, BK, warps = 64, power_of_two(tokens), step_of(of, 128 if roomy else 64), 4
+    else:
+        BO, BT, BK, warps = 128, 128, step_of(of, 64), 8
+    programs = -(-of.layout[2] // BO) * -(-tokens // BT)
+    splits = 1
+    while splits < 8 and programs * splits < 200 and of.layout[3] >= 4 * BK * splits:
+        splits *= 2
+    stages = 3 if roomy else 2
+    return Tiled(BO, BT, BK, warps, stages, splits)
+
+
+def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor) -> None:
+    """Writes x @ weight.T for a few tokens."""
+    tokens, config = x_TK.shape[0], stream_config(of, x_TK.shape[0])
+    _stream_kernel[(triton.cdiv(of.layout[2], config.R),)](
+        x_TK, x_TK.stride(0), *of.tensors(), out_TO, tokens, of.layout, power_of_two(tokens), config.R, config.C,
+        of.chunk, num_warps=config.warps,
+    )  # fmt: skip
+
+
+def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled) -> torch.Tensor:
+    """x @ weight.T; splits of K are summed in a fixed order."""
+    tokens, (rows, columns) = x_TK.shape[0], of.layout[2:4]
+    steps = triton.cdiv(triton.cdiv(columns, config.BK), config.splits)
+    splits = triton.cdiv(columns, steps * config.BK)
+    dtype = out_dtype if splits == 1 else torch.float32
+    out_STO = torch.empty((splits, tokens, rows), dtype=dtype, device=x_TK.device)
+    _tiled_kernel[(triton.cdiv(rows, config.BO) * triton.cdiv(tokens, config.BT), splits)](
+        x_TK, x_TK.stride(0), *of.tensors(), out_STO, tokens, of.layout, config.BO, config.BT, config.BK,
+        steps * config.BK, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out_STO[0] if splits == 1 else out_STO.sum(0).to(out_dtype)
+
+
+def linear(
+    x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None, target: Target | None = None
+) -> torch.Tensor:
+    """x_TI @ weight_OI.T -> y_TO in `out_dtype` (x's, if None), accumulated in fp32; x may have more leading axes.
+
+    target: the device's, if None. Raises TypeError for formats that only the reference has.
+    """
+    out_dtype = out_dtype or x_TI.dtype
+    target = target or target_of(x_TI.device)
+    rows, columns = weight.shape
+    x_TK = x_TI.reshape(-1, columns) if columns else x_TI.new_empty((x_TI[..., 0:1].numel(), 0))
+    shape, tokens = (*x_TI.shape[:-1], rows), x_TI.shape[:-1].numel()
+    if not tokens or not rows or not columns:
+        return torch.zeros(shape, dtype=out_dtype, device=x_TI.device)
+    if x_TK.stride(-1) != 1:
+        x_TK = x_TK.contiguous()
+    of = operand(weight, target.native_fp8)
+    if tokens <= STREAM_TOKENS:
+        out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
+        stream(x_TK, of, out_TO)
+        return out_TO.view(shape)
+    if of.kind == 0:
+        return _library(x_TK, weight.plain, out_dtype).view(shape)
+    return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size())).view(shape)
+
+
+def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The vendor's product of plain matrices; other types than x's only meet in fp32."""
+    if x_TK.dtype == weight_OK.dtype == out_dtype:
+        return torch_linear(x_TK, weight_OK)
+    if x_TK.dtype == weight_OK.dtype and out_dtype == torch.float32 and x_TK.is_cuda:
+        return torch.mm(x_TK, weight_OK.T, out_dtype=out_dtype)
+    return torch_linear(x_TK.float(), weight_OK.float()).to(out_dtype)

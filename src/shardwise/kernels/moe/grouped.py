@@ -1,0 +1,205 @@
+"""Routed experts for many tokens: pairs of token and expert are sorted by expert, and each expert reads its weights once.
+
+The grid is that of the worst case, so that the host need not know how many tokens an expert has.
+Legend: T tokens, E experts, k experts a token, H hidden, I intermediate, M = T * k pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
+from shardwise.kernels.linear.triton import power_of_two, step_of
+
+RANKED_PAIRS = 8192  # up to so many, comparing all pairs with all is faster than sorting in many launches
+
+
+@triton.jit
+def rank_kernel(ids, order, starts, pairs, first_expert, experts, BM: tl.constexpr, BN: tl.constexpr):
+    """A stable counting sort: order[position] = pair, and starts[e] = pairs of experts below e.
+
+    Items 0 .. pairs are the pairs themselves, the experts + 1 items after them the starts.
+    """
+    item_M = tl.program_id(0) * BM + tl.arange(0, BM)
+    is_pair_M = item_M < pairs
+    key_M = tl.load(ids + item_M, mask=is_pair_M, other=0).to(tl.int32) - first_expert
+    key_M = tl.where((key_M >= 0) & (key_M < experts), key_M, experts)
+    key_M = tl.where(is_pair_M, key_M, item_M - pairs)
+    before_M = tl.zeros((BM,), tl.int32)
+    for first in range(0, pairs, BN):
+        other_N = first + tl.arange(0, BN)
+        key_N = tl.load(ids + other_N, mask=other_N < pairs, other=0).to(tl.int32) - first_expert
+        key_N = tl.where((key_N >= 0) & (key_N < experts), key_N, experts)
+        less = (key_N[None, :] < key_M[:, None]) | (
+            (key_N[None, :] == key_M[:, None]) & (other_N[None, :] < item_M[:, None]) & is_pair_M[:, None]
+        )
+        before_M += tl.sum((less & (other_N < pairs)[None, :]).to(tl.int32), 1)
+    tl.store(order + before_M, item_M, mask=is_pair_M)
+    tl.store(starts + item_M - pairs, before_M, mask=(item_M >= pairs) & (item_M <= pairs + experts))
+
+
+@triton.jit
+def _tile(starts, tile, experts, BE: tl.constexpr, BT: tl.constexpr):
+    """The expert of a tile, the sorted positions [start, stop) of its tokens; stop is 0 for a tile too many."""
+    e_E = tl.arange(0, BE)
+    ok_E = e_E < experts
+    start_E = tl.load(starts + e_E, mask=ok_E, other=0)
+    stop_E = tl.load(starts + e_E + 1, mask=ok_E, other=0)
+    tiles_E = (stop_E - start_E + BT - 1) // BT
+    end_E = tl.cumsum(tiles_E, 0)
+    expert = tl.sum(((end_E <= tile) & ok_E).to(tl.int32), 0)
+    mine_E = e_E == expert
+    first = tl.sum(tl.where(mine_E & ok_E, start_E + (tile - end_E + tiles_E) * BT, 0), 0)
+    stop = tl.sum(tl.where(mine_E & ok_E, stop_E, 0), 0)
+    return expert, first, stop
+
+
+@triton.jit
+def grouped_gate_up_kernel(
+    x, x_stride, value, fine, coarse, act, order, starts, experts, TOP_K: tl.constexpr, W: tl.constexpr,
+    BE: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """act[position] = silu(gate) * up for BI columns and BT tokens of one expert."""
+    I: tl.constexpr = W[ROWS] // 2  # noqa: E741
+    tiles_I: tl.constexpr = (I + BI - 1) // BI
+    expert, first, stop = _tile(starts, tl.program_id(0) // tiles_I, experts, BE, BT)
+    if first < stop:
+        at_T = first + tl.arange(0, BT)
+        ok_T = at_T < stop
+        token_T = tl.load(order + at_T, mask=ok_T, other=0) // TOP_K
+        r_O = tl.arange(0, 2 * BI)  # gate and up rows take turns, so that the two halves of a pair can be split
+        i_O = tl.program_id(0) % tiles_I * BI + r_O // 2
+        ok_O, o_O = i_O < I, i_O + r_O % 2 * I
+        acc = tile_product(
+            x, token_T.to(tl.int64) * x_stride, ok_T, value, fine, expert, o_O, ok_O, 0, W[COLUMNS], BK, W
+        )
+        acc *= coarse_scale(coarse, expert, o_O, ok_O, W)[:, None]
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BI, 2, BT)), (0, 2, 1)))
+        i_I = tl.program_id(0) % tiles_I * BI + tl.arange(0, BI)
+        mixed = gate * tl.sigmoid(gate) * up
+        at = at_T.to(tl.int64)[None, :] * I + i_I[:, None]
+        tl.store(act + at, mixed.to(act.dtype.element_ty), mask=(i_I < I)[:, None] & ok_T[None, :])
+
+
+@triton.jit
+def grouped_down_kernel(
+    act, value, fine, coarse, y, order, starts, experts, W: tl.constexpr, BE: tl.constexpr, BO: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """y[pair] = down(act[position]) for BO columns and BT tokens of one expert, back in the order of the pairs."""
+    tiles_O: tl.constexpr = (W[ROWS] + BO - 1) // BO
+    expert, first, stop = _tile(starts, tl.program_id(0) // tiles_O, experts, BE, BT)
+    if first < stop:
+        at_T = first + tl.arange(0, BT)
+        ok_T = at_T < stop
+        pair_T = tl.load(order + at_T, mask=ok_T, other=0).to(tl.int64)
+        o_O = tl.program_id(0) % tiles_O * BO + tl.arange(0, BO)
+        ok_O = o_O < W[ROWS]
+        acc = tile_product(
+            act, at_T.to(tl.int64) * W[COLUMNS], ok_T, value, fine, expert, o_O, ok_O, 0, W[COLUMNS], BK, W
+        )
+        acc *= coarse_scale(coarse, expert, o_O, ok_O, W)[:, None]
+        at = pair_T[None, :] * W[ROWS] + o_O[:, None]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y, ids, weights, out, hidden, first_expert, experts, TOP_K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = the weighted sum over those of t's experts that are on this rank."""
+    row = tl.program_id(0).to(tl.int64)
+    h_H = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    k_K = tl.arange(0, BK)
+    expert_K = tl.load(ids + row * TOP_K + k_K, mask=k_K < TOP_K, other=-1).to(tl.int32) - first_expert
+    ok_K = (k_K < TOP_K) & (expert_K >= 0) & (expert_K < experts)
+    share_K = tl.load(weights + row * TOP_K + k_K, mask=ok_K, other=0)
+    at = (row * TOP_K + k_K)[:, None] * hidden + h_H
+    y_KH = tl.load(y + at, mask=ok_K[:, None] & (h_H < hidden), other=0).to(tl.float32)
+    total_H = tl.sum(y_KH * share_K[:, None], 0)
+    tl.store(out + row * hidden + h_H, total_H[None, :], mask=h_H < hidden)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A configuration of one grouped product: BO rows of the weight, BT tokens, BK columns a step."""
+
+    BO: int
+    BT: int
+    BK: int
+    warps: int
+    stages: int
+
+
+def grouped_config(bank: Operand, BT: int, target: Target, x_bytes: int) -> Grouped:
+    """Tall tiles where experts have many tokens, more and smaller ones where they have few."""
+    roomy = target.shared_kib > 128
+    if x_bytes > 2:
+        return Grouped(32, BT, step_of(bank, 32), 4, 2)
+    if BT >= 64:
+        return Grouped(128, BT, step_of(bank, 64), 8 if BT > 64 else 4, 3 if roomy else 2)
+    return Grouped(64, BT, step_of(bank, 128 if roomy else 64), 4, 3 if roomy else 2)
+
+
+def tokens_tile(tokens_an_expert: float, x_bytes: int) -> int:
+    """BT: what an expert has on average, and some more."""
+    sizes = ((8, 16), (24, 32), (64, 64))
+    return 16 if x_bytes > 2 else next((BT for most, BT in sizes if tokens_an_expert <= most), 128)
+
+
+def sort_pairs(ids_Tk: torch.Tensor, first_expert: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs by expert, in their order otherwise -> order_M int32, starts_E1 int32; other ranks' pairs come last."""
+    pairs = ids_Tk.numel()
+    if pairs > RANKED_PAIRS:
+        key_M = ids_Tk.flatten() - first_expert
+        key_M = torch.where((key_M >= 0) & (key_M < experts), key_M, experts)
+        sorted_M, order_M = key_M.sort(stable=True)
+        bounds_E1 = torch.arange(experts + 1, device=ids_Tk.device, dtype=sorted_M.dtype)
+        return order_M.int(), torch.searchsorted(sorted_M, bounds_E1, out_int32=True)
+    order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
+    starts_E1 = torch.empty(experts + 1, dtype=torch.int32, device=ids_Tk.device)
+    BM = 32
+    rank_kernel[(triton.cdiv(pairs + experts + 1, BM),)](
+        ids_Tk, order_M, starts_E1, pairs, first_expert, experts, BM, 256, num_warps=4
+    )
+    return order_M, starts_E1
+
+
+def moe(
+    x_TH: torch.Tensor,
+    up_bank: Operand,
+    down_bank: Operand,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    first_expert: int,
+    experts: int,
+    target: Target,
+) -> torch.Tensor:
+    """The weighted sum of the experts' outputs -> [T, H] fp32."""
+    (tokens, top_k), (hidden, width), pairs = ids_Tk.shape, down_bank.layout[2:4], ids_Tk.numel()
+    device, x_bytes = x_TH.device, x_TH.element_size()
+    order_M, starts_E1 = sort_pairs(ids_Tk, first_expert, experts)
+    BT, BE = tokens_tile(pairs / experts, x_bytes), power_of_two(experts)
+    tiles = min(pairs, experts + pairs // BT)
+    act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
+    config = grouped_config(up_bank, BT, target, x_bytes)
+    BI = config.BO // 2
+    grouped_gate_up_kernel[(tiles * triton.cdiv(width, BI),)](
+        x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, order_M, starts_E1, experts, top_k, up_bank.layout, BE, BI,
+        BT, config.BK, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    y_MH = torch.empty((pairs, hidden), dtype=x_TH.dtype, device=device)
+    config = grouped_config(down_bank, BT, target, x_bytes)
+    grouped_down_kernel[(tiles * triton.cdiv(hidden, config.BO),)](
+        act_MI, *down_bank.tensors(), y_MH, order_M, starts_E1, experts, down_bank.layout, BE, config.BO, BT,
+        config.BK, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
+    block = min(power_of_two(hidden), 1024)
+    combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        y_MH, ids_Tk, weights_Tk, out_TH, hidden, first_expert, experts, top_k, power_of_two(top_k), block,
+        num_warps=4,
+    )  # fmt: skip
+    return out_TH
