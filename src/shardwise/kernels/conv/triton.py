@@ -65,12 +65,12 @@ def _decode_kernel(
     taps = tl.arange(0, WINDOW)
     inside = channels < C
     token = tl.load(starts_ptr + sequence).to(tl.int64)
-    fresh = tl.load(context_ptr + sequence) == 0
+    carried = tl.where(tl.load(context_ptr + sequence) > 0, W - 1, 0)  # inputs that are read, not zeros
     state_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * (C * (W - 1))
 
     x = tl.load(x_ptr + token * x_stride + channels, mask=inside, other=0.0).to(tl.float32)
     at = channels[:, None] * (W - 1) + taps[None, :]
-    old_mask = inside[:, None] & (taps < W - 1)[None, :] & (fresh == 0)
+    old_mask = inside[:, None] & (taps < carried)[None, :]
     window = tl.load(state_ptr + at, mask=old_mask, other=0.0).to(tl.float32)
     window = tl.where((taps == W - 1)[None, :], x[:, None], window)
     weight_mask = inside[:, None] & (taps < W)[None, :]
@@ -109,7 +109,7 @@ def _prefill_kernel(
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = channels < C
-    started = tl.load(context_ptr + sequence) > 0
+    carried_end = tl.where(tl.load(context_ptr + sequence) > 0, 0, -W)  # places before it come from the state
     state_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * (C * (W - 1))
 
     y = tl.zeros((BT, BC), dtype=tl.float32)
@@ -117,7 +117,7 @@ def _prefill_kernel(
         source = tokens - (W - 1) + tap
         new_mask = ((source >= 0) & (source < length))[:, None] & inside[None, :]
         value = tl.load(x_ptr + (start + source[:, None]) * x_stride + channels[None, :], mask=new_mask, other=0.0)
-        old_mask = (source < 0)[:, None] & inside[None, :] & started
+        old_mask = (source < carried_end)[:, None] & inside[None, :]
         at = channels[None, :] * (W - 1) + source[:, None] + (W - 1)
         old = tl.load(state_ptr + at, mask=old_mask, other=0.0)
         weight = tl.load(weight_ptr + channels * W + tap, mask=inside, other=0.0).to(tl.float32)
@@ -146,7 +146,7 @@ def _state_kernel(
     taps = tl.arange(0, WINDOW)
     start = tl.load(starts_ptr + sequence).to(tl.int64)
     length = (tl.load(starts_ptr + sequence + 1) - start).to(tl.int32)
-    started = tl.load(context_ptr + sequence) > 0
+    carried_end = tl.where(tl.load(context_ptr + sequence) > 0, 0, -W)  # places before it come from the state
     state_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * (C * (W - 1))
 
     mask = (channels < C)[:, None] & (taps < W - 1)[None, :]
@@ -154,7 +154,7 @@ def _state_kernel(
     at = channels[:, None] * (W - 1)
     x_at = (start + source[None, :]) * x_stride + channels[:, None]
     x = tl.load(x_ptr + x_at, mask=mask & (source >= 0)[None, :], other=0.0).to(tl.float32)
-    old_mask = mask & (source < 0)[None, :] & started
+    old_mask = mask & (source < carried_end)[None, :]
     old = tl.load(state_ptr + at + source[None, :] + (W - 1), mask=old_mask, other=0.0).to(tl.float32)
     # The old values move down, perhaps between threads: all are read before any is written.
     tl.debug_barrier()

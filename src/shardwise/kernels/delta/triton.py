@@ -12,8 +12,6 @@ from shardwise.kernels.sequences import Sequences
 
 FEW_HEADS = 64  # of all sequences: below it, narrower slices, so that a single stream has enough programs
 NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
-# Products of fp32 as six of bf16, exact to fp32's last bits: all targets have matrix units for those.
-PRECISION: tl.constexpr = tl.constexpr("bf16x6")
 
 
 def gated_delta(
@@ -86,6 +84,7 @@ def _prefill(inputs: list, gating: tuple, state_RVKD: torch.Tensor, seqs: Sequen
     A_log_V, dt_bias_V, key_map_V = gating
     starts, context, rows = seqs.starts_S1[first:], seqs.context_S[first:], seqs.state_rows_S[first:]
     sizes = {"V": heads, "K": key_width, "KP": max(triton.next_power_of_2(key_width), 16)}
+    sizes["PARTS"] = tl.bfloat16 if out_TVD.is_cuda else tl.float32
 
     grid = (triton.cdiv(seqs.max_query, block_tokens), heads, later)
     work = (solve_PVM, scores_PVM, factors_PV4, first, starts)
@@ -151,13 +150,13 @@ def _decode_kernel(
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
-    started = tl.load(context_ptr + sequence) > 0
+    carried = tl.where(tl.load(context_ptr + sequence) > 0, K, 0)  # rows of the state that are read, not zeros
     key_head = tl.load(key_map_ptr + head)
     wide, columns = tl.arange(0, KP), tl.program_id(2) * BD + tl.arange(0, BD)
     state_ptr += (row * V + head) * (K * D)
     at = wide[:, None] * D + columns[None, :]
     mask = (wide < K)[:, None] & (columns < D)[None, :]
-    state = tl.load(state_ptr + at, mask=mask & started, other=0.0)
+    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0)
 
     q = tl.load(q_ptr + token * q_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + token * k_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
@@ -175,21 +174,45 @@ def _decode_kernel(
 
 
 @triton.jit
-def _dot(x, y):
-    """x @ y for fp32 y. An x in bf16 is exact as it is, so that three products with parts of y do for six."""
+def _parts(x, PARTS: tl.constexpr):
+    """An fp32 tensor as the sum of three in bf16, to its last bit or two."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high.to(PARTS), middle.to(PARTS), low.to(PARTS)
+
+
+@triton.jit
+def _dot(x, y, PARTS: tl.constexpr):
+    """x @ y, exact to fp32, as products of bf16 parts: every target has fast units for those, not for fp32.
+
+    An x in bf16 is exact as it is and needs three products; otherwise the six that count are summed, smallest first.
+    PARTS is bfloat16, or float32 in the interpreter, which cannot multiply bf16.
+    """
+    y_high, y_middle, y_low = _parts(y.to(tl.float32), PARTS)
     if x.dtype == tl.bfloat16:
-        high = y.to(tl.bfloat16)
-        rest = y - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        product = tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+        exact = x.to(PARTS)
+        product = tl.dot(exact, y_high, tl.dot(exact, y_middle, tl.dot(exact, y_low)))
     else:
-        product = tl.dot(x.to(tl.float32), y, input_precision=PRECISION)
+        high, middle, low = _parts(x.to(tl.float32), PARTS)
+        product = tl.dot(high, y_low, tl.dot(middle, y_middle, tl.dot(low, y_high)))
+        product = tl.dot(high, y_high, tl.dot(high, y_middle, tl.dot(middle, y_high, product)))
     return product
 
 
 @triton.jit
-def _inverse(lower, M: tl.constexpr, LEVELS: tl.constexpr):
+def _dot_rows(x, y, PARTS: tl.constexpr):
+    """x @ y^T for x and y of the inputs' dtype; products of bf16 are exact."""
+    if x.dtype == tl.bfloat16:
+        product = tl.dot(x.to(PARTS), tl.trans(y.to(PARTS)))
+    else:
+        product = _dot(x, tl.trans(y), PARTS)
+    return product
+
+
+@triton.jit
+def _inverse(lower, M: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr):
     """The inverse of 1 + lower (strictly lower triangular, [M, M], M = 16 << LEVELS).
 
     Substitution row by row in all diagonal blocks of 16 at once, then block substitution by products: no powers of
@@ -210,8 +233,7 @@ def _inverse(lower, M: tl.constexpr, LEVELS: tl.constexpr):
     for level in tl.static_range(LEVELS):
         half = i // (16 << level)
         corner = (half[:, None] == half[None, :] + 1) & (half[:, None] % 2 == 1)
-        product = tl.dot(inverse, tl.where(corner, lower, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+        inverse -= _dot(_dot(inverse, tl.where(corner, lower, 0.0), PARTS), inverse, PARTS)
     return inverse
 
 
@@ -237,6 +259,7 @@ def _block_kernel(
     K: tl.constexpr,
     KP: tl.constexpr,
     M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """What a block of M tokens needs and the state does not enter, for one head (see reference.chunked).
 
@@ -265,13 +288,13 @@ def _block_kernel(
     k32 = k.to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k32 * k32, axis=1) + NORM_EPS)
     decay *= k_norm[None, :]
-    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * (k_norm * beta)[:, None]
-    solve = _inverse(tl.where(i[:, None] > i[None, :], alike, 0.0), M, LEVELS=M // 32) * beta[None, :]
+    alike = _dot_rows(k, k, PARTS) * decay * (k_norm * beta)[:, None]
+    solve = _inverse(tl.where(i[:, None] > i[None, :], alike, 0.0), M, M // 32, PARTS) * beta[None, :]
 
     q = tl.load(q_ptr + token[:, None] * q_stride + (key_head * K + wide)[None, :], mask=mask, other=0.0)
     q32 = q.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(q32 * q32, axis=1) + NORM_EPS) * (K**-0.5)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_norm[:, None]
+    scores = _dot_rows(q, k, PARTS) * decay * q_norm[:, None]
 
     at = (token - first) * V + head
     square = at[:, None] * M + i[None, :]
@@ -308,18 +331,19 @@ def _scan_kernel(
     M: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """All blocks of one chunk in order, BD value columns of one head: the state stays in registers between them."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + sequence).to(tl.int64)
     length = (tl.load(starts_ptr + sequence + 1) - start).to(tl.int32)
-    started = tl.load(context_ptr + sequence) > 0
+    carried = tl.where(tl.load(context_ptr + sequence) > 0, K, 0)  # rows of the state that are read, not zeros
     key_head = tl.load(key_map_ptr + head)
     i, wide, columns = tl.arange(0, M), tl.arange(0, KP), tl.program_id(0) * BD + tl.arange(0, BD)
     state_ptr += (tl.load(rows_ptr + sequence).to(tl.int64) * V + head) * (K * D)
     state_at = wide[:, None] * D + columns[None, :]
     state_mask = (wide < K)[:, None] & (columns < D)[None, :]
-    state = tl.load(state_ptr + state_at, mask=state_mask & started, other=0.0)
+    state = tl.load(state_ptr + state_at, mask=state_mask & (wide < carried)[:, None], other=0.0)
 
     for block in range(tl.cdiv(length, M)):
         valid = block * M + i < length
@@ -332,17 +356,17 @@ def _scan_kernel(
         k = tl.load(k_ptr + token[:, None] * k_stride + (key_head * K + wide)[None, :], mask=wide_mask, other=0.0)
         v = tl.load(v_ptr + token[:, None] * v_stride + (head * D + columns)[None, :], mask=narrow_mask, other=0.0)
         solve = tl.load(solve_ptr + square, mask=valid[:, None], other=0.0)
-        seen = _dot(k, state) * tl.load(factors_ptr + at * 4, mask=valid, other=0.0)[:, None]
-        delta = _dot(solve, v.to(tl.float32) - seen)
+        seen = _dot(k, state, PARTS) * tl.load(factors_ptr + at * 4, mask=valid, other=0.0)[:, None]
+        delta = _dot(solve, v.to(tl.float32) - seen, PARTS)
 
         q = tl.load(q_ptr + token[:, None] * q_stride + (key_head * K + wide)[None, :], mask=wide_mask, other=0.0)
         scores = tl.load(scores_ptr + square, mask=valid[:, None], other=0.0)
-        out = _dot(q, state) * tl.load(factors_ptr + at * 4 + 1, mask=valid, other=0.0)[:, None]
-        out += _dot(scores, delta)
+        out = _dot(q, state, PARTS) * tl.load(factors_ptr + at * 4 + 1, mask=valid, other=0.0)[:, None]
+        out += _dot(scores, delta, PARTS)
         out_at = (token * V + head)[:, None] * D + columns[None, :]
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=narrow_mask)
 
         state *= tl.load(factors_ptr + ((start - first + block * M) * V + head) * 4 + 3)
         left = tl.load(factors_ptr + at * 4 + 2, mask=valid, other=0.0)
-        state += _dot(tl.trans(k), delta * left[:, None])
+        state += _dot(tl.trans(k), delta * left[:, None], PARTS)
     tl.store(state_ptr + state_at, state, mask=state_mask)
