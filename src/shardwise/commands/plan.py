@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shardwise.cache.budget import GIB, affordable_pages, sequences
 from shardwise.config import ConfigError, ServeConfig
-from shardwise.engine.build import Blueprint, blueprint
+from shardwise.engine.build import Blueprint, blueprint, device_memory
 from shardwise.shard import ParamSpec, Partitions, local_bytes, table
 
 CLASSES = (
@@ -137,7 +137,7 @@ def memory(text: str, ranks: int, device_memory: Sequence[int]) -> list[int]:
 def run(args: argparse.Namespace, serve: ServeConfig) -> int:
     """Print the plan of `serve`; `args` has `memory` and `json`."""
     made = blueprint(serve)
-    plan = make_plan(serve, made, memory(args.memory, serve.ranks, made.device_memory))
+    plan = make_plan(serve, made, memory(args.memory, serve.ranks, device_memory(made.device_type, serve.ranks, serve.gpu_memory_utilization)))
     if args.json:
         print(json.dumps(asdict(plan), indent=2))
     else:

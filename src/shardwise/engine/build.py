@@ -13,17 +13,22 @@ import torch
 from shardwise.cache.budget import CPU_SHARE, Budget, affordable_pages, sequences, settle
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.checkpoint.formats import Formats
-from shardwise.checkpoint.index import DTYPES, CheckpointIndex, Source
+from shardwise.checkpoint.index import DTYPES, CheckpointIndex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.names import Names, account
+from shardwise.checkpoint.synth import DummySource
 from shardwise.config import (
     ConfigError,
     ModelConfig,
     RankEnvironment,
     ServeConfig,
     load_model_config,
+    read_json,
 )
-from shardwise.engine.plan import Chunk
+from shardwise.engine.engine import Engine
+from shardwise.engine.messages import Ready
+from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.request import Limits
 from shardwise.engine.runner import PageTables, Runner
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
@@ -42,7 +47,7 @@ class Blueprint:
     """All that is known of a server before memory is taken; the same on every rank and in `shardwise plan`."""
 
     model: ModelConfig
-    source: Source
+    source: CheckpointIndex | None  # None: weights are made up
     specs: Mapping[str, ParamSpec]
     caches: CacheSpecs
     partitions: Partitions
@@ -62,13 +67,11 @@ def blueprint(serve: ServeConfig) -> Blueprint:
     if chosen not in DTYPE_NAMES:
         raise ConfigError(f"config.json: dtype is {chosen!r}; give --dtype, one of {', '.join(DTYPE_NAMES)}")
     dtype = DTYPE_NAMES[chosen]
-    if serve.load_format == "dummy":
-        names, formats, index = Names.published(model.tied), Formats.plain(dtype), None
-    else:
-        index = CheckpointIndex.open(folder)
-        names = Names.of(index)
-        formats = Formats.read(folder, model.raw, index, dtype)
-    specs = declare(model, names, formats.of, dtype)
+    index = None if serve.load_format == "dummy" else CheckpointIndex.open(folder)
+    names = Names.published(model.tied) if index is None else Names.of(index)
+    quantization = folder / "hf_quant_config.json"
+    formats = Formats(model.raw, read_json(quantization) if quantization.exists() else None, index, dtype)
+    specs = declare(model, names, lambda source: formats.of(source, experts=model.experts), dtype)
     left_out = names.left_out(index or (), model.tied)
     if index is not None:
         account(index, index, specs.values(), [name for those in left_out.values() for name in those])
@@ -76,7 +79,7 @@ def blueprint(serve: ServeConfig) -> Blueprint:
     every = {**specs, **caches.page, **caches.row}
     return Blueprint(
         model=model,
-        source=index if index is not None else made_up(specs, serve.seed),
+        source=index,
         specs=specs,
         caches=caches,
         partitions=partitions(every, serve.ranks, serve.ratio, serve.group_ratios),
@@ -84,13 +87,6 @@ def blueprint(serve: ServeConfig) -> Blueprint:
         device_type=device_type,
         left_out=left_out,
     )
-
-
-def made_up(specs: Mapping[str, ParamSpec], seed: int) -> Source:
-    """Weights that no file holds."""
-    from shardwise.checkpoint.synth import DummySource
-
-    return DummySource(specs, seed=seed)
 
 
 def device_memory(device_type: str, ranks: int, utilization: float) -> list[int]:
@@ -118,15 +114,15 @@ def place(environment: RankEnvironment, device_type: str) -> torch.device:
     return device
 
 
-def load_weights(made: Blueprint, ctx: RankContext, model_name: str) -> Model:
+def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> Model:
     """The rank's part of the model, on its device."""
     begin_s = time.monotonic()
-    weights = load(made.specs, made.partitions, ctx.rank, made.source, ctx.device)
+    source = made.source or DummySource(made.specs.values(), seed=seed, device=ctx.device)
+    weights = load(made.specs, made.partitions, ctx.rank, source, ctx.device)
     held_bytes = sum(weight.nbytes for weight in weights.values())
-    logger.info(
-        "%s: %.3f GiB of weights in %.1f s, %d bytes read",
-        model_name, held_bytes / (1 << 30), time.monotonic() - begin_s, getattr(made.source, "bytes_read", 0),
-    )  # fmt: skip
+    read_bytes = made.source.bytes_read if made.source else 0
+    took_s = time.monotonic() - begin_s
+    logger.info("%d bytes of weights in %.1f s, %d bytes read", held_bytes, took_s, read_bytes)
     return Model(made.model, weights, ctx)
 
 
@@ -197,9 +193,62 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         device=device,
         dtype=DTYPES[made.dtype],
     )
-    model = load_weights(made, ctx, serve.model)
+    model = load_weights(made, ctx, serve.seed)
     limits = budget(serve, made, model, ctx, environment.local_world)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     return Rank(made, ctx, Runner(model, caches, tables, ctx), limits)
+
+
+class Leader:
+    """The first rank as `engine.worker` drives it."""
+
+    def __init__(self, rank: Rank, serve: ServeConfig) -> None:
+        limits, model = rank.budget, rank.made.model
+        self.rank = rank
+        self.engine = Engine(
+            Limits(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                pages=limits.pages - 1,
+                page_tokens=limits.page_tokens,
+                vocab_size=model.vocab_size,
+            ),
+            rank.runner,
+            model.eos_token_ids,
+            serve.seed,
+            overlap=rank.ctx.device.type == "cuda",
+        )
+        self.add, self.cancel, self.step, self.stats = (
+            self.engine.add, self.engine.cancel, self.engine.step, self.engine.stats,
+        )  # fmt: skip
+
+    def ready(self) -> Ready:
+        limits = self.rank.budget
+        return Ready(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, self.rank.ctx.world)
+
+    def has_work(self) -> bool:
+        return self.engine.busy
+
+    def idle(self) -> None:
+        """A sign of life for the ranks that wait."""
+        self.rank.runner.run(StepPlan(0))
+
+    def stop(self) -> None:
+        """End the other ranks' loops."""
+        self.rank.runner.run(StepPlan(0, stop=True))
+
+
+class Follower:
+    """Any other rank as `engine.worker` drives it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.run_forever = rank.runner.follow
+
+
+def build(serve: ServeConfig, environment: RankEnvironment) -> Leader | Follower:
+    """This process's part of the group."""
+    rank = build_rank(serve, environment)
+    return Leader(rank, serve) if environment.rank == 0 else Follower(rank)

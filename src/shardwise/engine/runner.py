@@ -10,18 +10,11 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.engine.engine import StepLogits
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.kernels.sequences import Sequences
 from shardwise.models.qwen3_5 import LayerCache, Model
 from shardwise.parallel.context import RankContext
-
-
-@dataclass(frozen=True)
-class StepLogits:
-    """Logits in fp32: sampled_LV for the chunks with `sample`, in plan order; prompt for rows that asked for all."""
-
-    sampled_LV: torch.Tensor
-    prompt: dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _norm(
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
-    out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    out_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
     _norm(x_TH, None, weight_H, out_TH, None, eps)
     return out_TH
 
@@ -118,7 +118,7 @@ def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
-    out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    out_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
     sum_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
     _norm(x_TH, residual_TH, weight_H, out_TH, sum_TH, eps)
     return out_TH, sum_TH
