@@ -187,9 +187,9 @@ class Scheduler:
             self._grant(request, grants)
 
     def _expected_pages(self, request: Request) -> int:
-        """Pages that running `request` lacks for its known tokens and, when it decodes, for one more page's worth."""
-        ahead = self.pages.page_tokens if request.decoding else 0
-        return max(0, self.pages.needed(min(request.length + ahead, request.max_length)) - len(request.pages))
+        """Pages that the running `request` lacks for its known tokens and for one more page's worth of answer."""
+        ahead = min(request.length + self.pages.page_tokens, request.max_length)
+        return max(0, self.pages.needed(ahead) - len(request.pages))
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """Write the grant down, and count it as done."""

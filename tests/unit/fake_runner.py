@@ -1,0 +1,104 @@
+"""A runner whose model is a function of all the tokens of a sequence, which it knows from the plans alone."""
+
+from functools import cache
+
+import torch
+
+from shardwise.engine.engine import StepLogits
+from shardwise.engine.plan import StepPlan
+from shardwise.engine.request import Limits
+
+VOCAB = 13
+
+
+@cache
+def model(history: tuple[int, ...]) -> tuple[float, ...]:
+    """Logits after `history`; coarse, so that there are exact ties."""
+    mixed = 7
+    for token in history:
+        mixed = (mixed * 1_000_003 + token + 1) % (1 << 61)
+    return tuple((((mixed ^ (i * 2_654_435_761)) * 0x9E3779B97F4A7C15 >> 21) % 29) / 4 for i in range(VOCAB))
+
+
+class FakeRank:
+    """Keeps pages, page tables, states and last tokens, and finds any use of them that does not add up."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pages: list[list[int | None]] = [[None] * limits.page_tokens for _ in range(limits.pages + 1)]
+        self.tables: dict[int, list[int]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}  # as the recurrent state does, they remember all that came by
+        self.last: dict[int, int] = {}
+
+    def apply(self, plan: StepPlan) -> list[tuple[int, ...]]:
+        """By chunk, the sequence up to the chunk's last token."""
+        self._check(plan)
+        histories = []
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                self.tables[chunk.row], self.states[chunk.row] = [], ()
+            table = self.tables[chunk.row]
+            table += chunk.new_pages
+            tokens = chunk.tokens or [self.last[chunk.row]]
+            assert len(tokens) == chunk.count
+            assert len(self.states[chunk.row]) == chunk.start, "positions skipped or repeated"
+            for position, token in enumerate(tokens, chunk.start):
+                page, offset = divmod(position, self.limits.page_tokens)
+                self.pages[table[page]][offset] = token
+            self.states[chunk.row] += tuple(tokens)
+        for chunk in plan.chunks:  # after all writes of the step: nobody may have written into another's pages
+            cells = [cell for page in self.tables[chunk.row] for cell in self.pages[page]]
+            history = self.states[chunk.row]
+            assert tuple(cells[: len(history)]) == history, "a page was overwritten"
+            histories.append(history)
+        return histories
+
+    def _check(self, plan: StepPlan) -> None:
+        counts = [chunk.count for chunk in plan.chunks]
+        rows = [chunk.row for chunk in plan.chunks]
+        assert counts
+        assert min(counts) >= 1
+        assert sum(counts) <= self.limits.max_num_batched_tokens
+        assert [c > 1 for c in counts] == sorted(c > 1 for c in counts), "single tokens go first"
+        assert len(set(rows)) == len(rows)
+        assert all(1 <= row <= self.limits.max_num_seqs for row in rows)
+        assert all(1 <= page <= self.limits.pages for chunk in plan.chunks for page in chunk.new_pages)
+        wanted = sum(chunk.count for chunk in plan.chunks if chunk.prompt_logits)
+        assert wanted <= self.limits.prompt_logits_tokens
+
+
+class FakeRunner:
+    """Two ranks that see nothing but plans and committed tokens. `poison`: sequences whose logits are not numbers."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.ranks = [FakeRank(limits), FakeRank(limits)]
+        self.plans: list[StepPlan] = []
+        self.poison: set[tuple[int, ...]] = set()
+        self.awaiting: list[int] = []
+
+    def logits(self, history: tuple[int, ...]) -> list[float]:
+        return [float("nan")] * VOCAB if history in self.poison else list(model(history))
+
+    def run(self, plan: StepPlan) -> StepLogits | None:
+        assert not self.awaiting, "the last step's tokens were never shared"
+        self.plans.append(plan)
+        histories, follower = (rank.apply(plan) for rank in self.ranks)
+        assert histories == follower
+        self.awaiting = [chunk.row for chunk in plan.chunks if chunk.sample]
+        if not any(chunk.sample or chunk.prompt_logits for chunk in plan.chunks):
+            return None
+        sampled = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.sample]
+        prompt = {
+            chunk.row: torch.tensor([self.logits(h[: chunk.start + i + 1]) for i in range(chunk.count)])
+            for h, chunk in zip(histories, plan.chunks, strict=True)
+            if chunk.prompt_logits
+        }
+        return StepLogits(torch.tensor(sampled).reshape(-1, VOCAB), prompt)
+
+    def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
+        assert rows == self.awaiting
+        assert tokens_L.dtype == torch.int64
+        self.awaiting = []
+        for rank in self.ranks:
+            rank.last.update(zip(rows, tokens_L.tolist(), strict=True))
