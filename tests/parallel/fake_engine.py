@@ -39,8 +39,7 @@ class FakeLeader:
     def cancel(self, request_id: str) -> None:
         self._cancelled += self._requests.pop(request_id, None) is not None
 
-    @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self._requests or self._outbox)
 
     def step(self) -> list[Tokens | Failed]:

@@ -37,8 +37,7 @@ DRAINING = "the server is shutting down and takes no new requests"
 class Leader(Protocol):
     """The engine as the first rank drives it. A real step has run on every rank when it is built."""
 
-    @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
         ...
 
@@ -93,9 +92,9 @@ class FirstRank:
         ready = msgspec.structs.replace(self._engine.ready(), restarts=self._restarts)
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         self._connection.send([ready, self._stats()])
-        while self._engine.busy or not self._draining.is_set():
+        while self._engine.has_work() or not self._draining.is_set():
             self._take_messages()
-            if self._engine.busy:
+            if self._engine.has_work():
                 self._step()
         self._connection.send([self._stats(), Drained()])
         self._engine.stop()
@@ -116,7 +115,7 @@ class FirstRank:
     def _take_messages(self) -> None:
         """Take in all that has come; with nothing to do, wait for more, giving signs of life to the other ranks."""
         while True:
-            wait = not (self._engine.busy or self._draining.is_set())
+            wait = not (self._engine.has_work() or self._draining.is_set())
             if wait and not self._stats_told:
                 self._connection.send([self._stats()])
             try:
