@@ -19,6 +19,7 @@ class FakeLeader:
     def __init__(self, config: ServeConfig, world: int) -> None:
         self._config, self._world = config, world
         self._requests: dict[str, tuple[Generate, int]] = {}
+        self._outbox: list[Tokens | Failed] = []
         self._steps = self._cancelled = 0
         self._broadcast(0)
 
@@ -29,22 +30,22 @@ class FakeLeader:
     def ready(self) -> Ready:
         return Ready(max_model_len=1000, kv_tokens=4000, max_num_seqs=8, ranks=self._world)
 
-    def add(self, request: Generate) -> Failed | None:
-        if len(request.prompt) > 1000:
-            return Failed(id=request.id, message="too long", refused=True, param="prompt")
-        self._requests[request.id] = (request, 0)
-        return None
+    def add(self, generate: Generate) -> None:
+        if len(generate.prompt) > 1000:
+            self._outbox.append(Failed(id=generate.id, message="too long", refused=True, param="prompt"))
+        else:
+            self._requests[generate.id] = (generate, 0)
 
     def cancel(self, request_id: str) -> None:
         self._cancelled += self._requests.pop(request_id, None) is not None
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._outbox)
 
     def step(self) -> list[Tokens | Failed]:
         time.sleep(STEP_SECONDS)
         self._broadcast(len(self._requests))
-        out: list[Tokens | Failed] = []
+        out, self._outbox = self._outbox, []
         for name, (request, done) in list(self._requests.items()):
             last = done + 1 == request.sampling.max_tokens
             self._requests[name] = (request, done + 1)

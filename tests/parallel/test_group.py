@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import ConfigError, ServeConfig
-from shardwise.engine.client import EngineClient, EngineFailed
+from shardwise.engine.client import EngineClient, EngineFailed, RequestRefused
 from shardwise.engine.folder import RunFolder, Started
 from shardwise.engine.group import EngineGroup, run_folder, running_engine, supervise
 from shardwise.engine.messages import SamplingParams
@@ -73,10 +73,10 @@ async def started_group(
             await client.close()
 
 
-async def collect(client: EngineClient, name: str, first: int, count: int) -> list[int]:
+async def collect(client: EngineClient, name: str, first: int, count: int, length: int = 1) -> list[int]:
     return [
         token
-        async for message in client.generate(name, [first], SamplingParams(max_tokens=count))
+        async for message in client.generate(name, [first] * length, SamplingParams(max_tokens=count))
         for token in message.tokens
     ]
 
@@ -87,6 +87,8 @@ async def test_death_of_any_rank_ends_streams_and_the_group_serves_again_then_dr
         assert (ready.ranks, ready.restarts) == (2, 0)
         both = await asyncio.gather(collect(client, "a", 10, 5), collect(client, "b", 20, 3))
         assert both == [[11, 12, 13, 14, 15], [21, 22, 23]]
+        with pytest.raises(RequestRefused, match="too long"):
+            await collect(client, "long", 0, 1, length=1001)
         for restarts, victim in enumerate((1, 0), start=1):
             stream = client.generate(f"c{victim}", [0], SamplingParams(max_tokens=100_000))
             assert (await anext(stream)).tokens == [1]

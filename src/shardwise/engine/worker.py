@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from shardwise.config import ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.folder import Broke, RunFolder, Serving, Started
 from shardwise.engine.messages import Cancel, Drain, Drained, Failed, Generate, Ready, Stats, ToEngine, Tokens
@@ -35,15 +37,17 @@ DRAINING = "the server is shutting down and takes no new requests"
 class Leader(Protocol):
     """The engine as the first rank drives it. A real step has run on every rank when it is built."""
 
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to say."""
+        ...
+
     def ready(self) -> Ready: ...
 
-    def add(self, request: Generate) -> Failed | None:
-        """Take a request in, or say why it is refused."""
+    def add(self, generate: Generate) -> None:
+        """Take a request in; if it is refused, the next `step` says so."""
         ...
 
     def cancel(self, request_id: str) -> None: ...
-
-    def has_work(self) -> bool: ...
 
     def step(self) -> list[Tokens | Failed]:
         """One step on all ranks, and what came of it."""
@@ -85,20 +89,18 @@ class FirstRank:
 
     def run(self) -> None:
         """Serve until drained. Ends the process at once, whatever it waits for, when the API process hangs up."""
-        ready = self._engine.ready()
+        ready = msgspec.structs.replace(self._engine.ready(), restarts=self._restarts)
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
-        self._connection.send([Ready(**{**_fields(ready), "restarts": self._restarts}), self._stats()])
-        while True:
+        self._connection.send([ready, self._stats()])
+        while self._engine.has_work() or not self._draining.is_set():
             self._take_messages()
             if self._engine.has_work():
                 self._step()
-            elif self._draining.is_set():
-                self._connection.send([self._stats(), Drained()])
-                self._engine.stop()
-                return
+        self._connection.send([self._stats(), Drained()])
+        self._engine.stop()
 
     def _step(self) -> None:
-        out: list = self._engine.step()
+        out: list[Tokens | Failed | Stats] = [*self._engine.step()]
         self._stats_told = False
         if time.monotonic() >= self._stats_due_s:
             out.append(self._stats())
@@ -112,35 +114,28 @@ class FirstRank:
 
     def _take_messages(self) -> None:
         """Take in all that has come; with nothing to do, wait for more, giving signs of life to the other ranks."""
-        refused: list[Failed] = []
         while True:
-            wait = not (self._engine.has_work() or self._draining.is_set() or refused)
+            wait = not (self._engine.has_work() or self._draining.is_set())
             if wait and not self._stats_told:
                 self._connection.send([self._stats()])
             try:
-                message = self._inbox.get(block=wait, timeout=SIGN_OF_LIFE_SECONDS)
+                self._take(self._inbox.get(block=wait, timeout=SIGN_OF_LIFE_SECONDS))
             except queue.Empty:
                 if not wait:
-                    break
+                    return
                 self._engine.idle()
-                continue
-            if failed := self._take(message):
-                refused.append(failed)
-        if refused:
-            self._connection.send(refused)
 
-    def _take(self, message: ToEngine) -> Failed | None:
+    def _take(self, message: ToEngine) -> None:
         self._stats_told = False
         match message:
             case Generate() if self._draining.is_set():
-                return Failed(id=message.id, message=DRAINING)
+                self._connection.send([Failed(id=message.id, message=DRAINING)])
             case Generate():
-                return self._engine.add(message)
+                self._engine.add(message)
             case Cancel():
                 self._engine.cancel(message.id)
             case Drain():
                 self._draining.set()
-        return None
 
     def _read(self) -> None:
         try:
@@ -151,10 +146,6 @@ class FirstRank:
             logger.error("connection to the API process: %s", error)
         if not self._draining.is_set():
             leave(1)
-
-
-def _fields(ready: Ready) -> dict[str, int]:
-    return {name: getattr(ready, name) for name in ready.__struct_fields__}
 
 
 def leave(code: int) -> None:

@@ -1,0 +1,198 @@
+"""The command line: flags to a checked ServeConfig, and the subcommand that gets it.
+
+Nothing heavy is imported before the flags are found good, so that a wrong one is told within a blink.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from shardwise.config import ConfigError, ServeConfig
+
+COMMANDS = {
+    "serve": "serve a model through the OpenAI API",
+    "plan": "print what every rank would hold, without loading anything",
+    "verify": "compare greedy answers at one rank and at --tp ranks",
+    "chat": "talk to a model in the terminal",
+    "bench": "measure prefill and decode speed",
+    "demo": "serve the miniature over two ranks and check its answers",
+}
+RATIO_GROUP = re.compile(r"(?P<group>[a-z_]+)=(?P<weights>.+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong flags are a ConfigError: one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def number(low: float, high: float, kind: type = int) -> Any:
+    """An argparse type: a `kind` from `low` to `high`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            what = "a whole number" if kind is int else "a number"
+            limits = f"of {low} or more" if high == float("inf") else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} {limits}")
+        return value
+
+    return parse
+
+
+COUNT = number(1, float("inf"))
+
+
+def ratio(text: str) -> tuple[str, tuple[float, ...]]:
+    """`5,3` for all groups of dimensions, or `experts=5,3` for one. Zero is a rank that owns nothing of the group."""
+    match = RATIO_GROUP.fullmatch(text)
+    group, weights = (match["group"], match["weights"]) if match else ("", text)
+    try:
+        parsed = tuple(float(weight) for weight in re.split("[,:]", weights))
+    except ValueError:
+        parsed = ()
+    if not parsed or not all(0 <= weight < float("inf") for weight in parsed) or not sum(parsed):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of weights such as 5,3 or experts=5,3")
+    return group, parsed
+
+
+def choices(field: str) -> list[str]:
+    """What ServeConfig allows for `field`."""
+    info = next(info for info in msgspec.inspect.type_info(ServeConfig).fields if info.name == field)  # pyright: ignore
+    return sorted(info.type.values)
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, split how, run how. Destinations are ServeConfig's field names; unset ones keep its defaults."""
+    parser.add_argument("model_name", metavar="MODEL", nargs="?", help="local folder or hub id; default: the miniature")
+    group = parser.add_argument_group("model")
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    group.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    group.add_argument("--load-format", choices=choices("load_format"), help="dummy: made-up weights", **unset)
+    group.add_argument("--dtype", choices=choices("dtype"), help="of activations and plain weights", **unset)
+    group.add_argument("--seed", type=number(0, 2**63 - 1), **unset)
+    group = parser.add_argument_group("split")
+    group.add_argument(
+        "-tp",
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        dest="ranks",
+        type=COUNT,
+        metavar="N",
+        help="ranks",
+        **unset,
+    )
+    group.add_argument(
+        "--ratio", type=ratio, action="append", metavar="5,3", help="a weight per rank, or GROUP=5,3; may be repeated"
+    )
+    group = parser.add_argument_group("execution")
+    group.add_argument("--device", choices=choices("device"), **unset)
+    group.add_argument("--kernels", choices=choices("kernels"), **unset)
+    group.add_argument("--comm", choices=choices("comm"), help="how ranks talk", **unset)
+    group = parser.add_argument_group("capacity")
+    group.add_argument("--max-model-len", "--context-length", type=COUNT, metavar="TOKENS", help="a request", **unset)
+    group.add_argument("--max-num-seqs", "--max-running-requests", type=COUNT, metavar="N", help="at once", **unset)
+    group.add_argument("--max-num-batched-tokens", type=COUNT, metavar="TOKENS", help="in one step", **unset)
+    group.add_argument(
+        "--gpu-memory-utilization", "--mem-fraction-static", type=number(0.01, 1, float), metavar="SHARE", **unset
+    )
+    group.add_argument("--kv-tokens", type=COUNT, metavar="TOKENS", help="size of the KV cache", **unset)
+    group.add_argument("--page-tokens", type=number(1, 4096), metavar="TOKENS", help="of a page of KV cache", **unset)
+    parser.add_argument("--log-level", choices=choices("log_level"), **unset)
+
+
+def server_options(parser: argparse.ArgumentParser) -> None:
+    """Where and to whom."""
+    group = parser.add_argument_group("server")
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    group.add_argument("--host", **unset)
+    group.add_argument("--port", type=number(0, 65535), help="0: any free one", **unset)
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names to answer to", **unset)
+    group.add_argument("--api-key", help="that every request must bring", **unset)
+    group.add_argument("--drain-seconds", type=number(0, 86400, float), help="for what runs, on SIGTERM", **unset)
+    # Between our own processes: a whole config; the folder and the launcher of ranks that are there already (see
+    # commands/serve.py); a process to die with; another engine than the real one, in tests.
+    parser.add_argument("--config-file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--attach", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+
+
+def make_parser() -> Parser:
+    """All subcommands and their options."""
+    about = "Serve Qwen3.5 / Qwen3.6 models over any number of GPUs."
+    parser = Parser(prog="shardwise", description=about, allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    made = {name: subparsers.add_parser(name, help=text, allow_abbrev=False) for name, text in COMMANDS.items()}
+    for name in ("serve", "plan", "verify", "chat", "bench"):
+        model_options(made[name])
+    server_options(made["serve"])
+    made["plan"].add_argument("--json", action="store_true", help="print JSON")
+    made["plan"].add_argument(
+        "--memory", default="", metavar="24GiB[,16GiB]", help="of each rank, not the devices' own"
+    )
+    made["verify"].add_argument("--max-tokens", type=COUNT, default=32, help="of each answer (default 32)")
+    made["chat"].add_argument("--url", help="of a running server, such as http://127.0.0.1:8000; no model is started")
+    made["chat"].add_argument("--api-key", help="of that server", default="")
+    made["chat"].add_argument("--system", help="a system message", default="")
+    made["chat"].add_argument("--max-tokens", type=COUNT, help="of each answer")
+    made["chat"].add_argument("--temperature", type=number(0, 10, float))
+    made["bench"].add_argument("--batch", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="requests at once")
+    made["bench"].add_argument("--prompt-tokens", type=COUNT, default=128, metavar="N")
+    made["bench"].add_argument("--new-tokens", type=number(2, float("inf")), default=64, metavar="N")
+    made["bench"].add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    made["demo"].add_argument("-tp", "--tp", type=COUNT, default=2, metavar="N", help="ranks (default 2)")
+    return parser
+
+
+def serve_config(options: argparse.Namespace) -> ServeConfig:
+    """The options as a ServeConfig whose model is still the name that the user gave. Raises ConfigError."""
+    if getattr(options, "config_file", None):
+        return msgspec.json.decode(options.config_file.read_bytes(), type=ServeConfig)
+    if options.model_name and options.model_flag and options.model_name != options.model_flag:
+        raise ConfigError(f"two models: {options.model_name} and --model {options.model_flag}; name one")
+    ratios = dict(options.ratio or ())
+    if len(ratios) != len(options.ratio or ()):
+        raise ConfigError("--ratio: given twice for one group; give it once")
+    even = ratios.pop("", ())
+    chosen = {name: value for name, value in vars(options).items() if name in ServeConfig.__struct_fields__}
+    lengths = {len(weights) for weights in (even, *ratios.values()) if weights}
+    ranks = chosen.setdefault("ranks", max(lengths, default=1))
+    for group, weights in {"": even, **ratios}.items():
+        if weights and len(weights) != ranks:
+            text = f"{group}{'=' * bool(group)}{','.join(f'{weight:g}' for weight in weights)}"
+            raise ConfigError(f"--ratio {text}: {len(weights)} weights for {ranks} ranks; give one a rank")
+    if "max_model_len" in chosen and chosen["max_model_len"] > chosen.get("kv_tokens", float("inf")):
+        raise ConfigError(
+            f"--max-model-len {chosen['max_model_len']} is more than --kv-tokens {chosen['kv_tokens']}; "
+            "a request's tokens must fit in the KV cache"
+        )
+    chosen["served_model_name"] = tuple(chosen.get("served_model_name", ()))
+    name = options.model_name or options.model_flag or ""
+    return ServeConfig(**{**chosen, "model": name, "ratio": even, "group_ratios": ratios})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code: 0 well, 1 failed or different, 2 asked for what cannot be."""
+    try:
+        options = make_parser().parse_args(arguments)
+        config = None if options.command == "demo" else serve_config(options)
+        command = importlib.import_module(f"shardwise.commands.{options.command}")
+        return command.run(options) if config is None else command.run(options, config)
+    except ConfigError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,42 @@
+"""From a model's name to a config that every process can use, with all that can be wrong found before a rank starts."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from shardwise.config import ModelConfig, ServeConfig, load_model_config, read_json
+
+
+def set_up_logging(config: ServeConfig) -> None:
+    """Logs of a command, on stderr."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def resolve_model(config: ServeConfig) -> ServeConfig:
+    """`config` with a local folder for its model, downloaded if need be, and the user's name for it as served name.
+
+    Raises ConfigError, for config.json too.
+    """
+    from shardwise.checkpoint.hub import resolve
+
+    folder = resolve(config.model or None)
+    load_model_config(folder)
+    names = config.served_model_name or (config.model or "miniature",)
+    return msgspec.structs.replace(config, model=str(folder), served_model_name=names)
+
+
+def check_split(config: ServeConfig) -> ModelConfig:
+    """Read headers and cut on paper. Raises ConfigError for whatever the ranks would fail of later."""
+    from shardwise.engine.build import blueprint
+
+    return blueprint(config).model
+
+
+def generation_settings(config: ServeConfig) -> dict:
+    """The contents of generation_config.json; empty if there is none."""
+    path = Path(config.model) / "generation_config.json"
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,122 @@
+"""The command line: flags and their aliases to a config, and every wrong one as one line and exit code 2."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main, make_parser, serve_config
+from shardwise.commands import verify
+from shardwise.config import ConfigError, ServeConfig
+
+
+def config_of(*arguments: str) -> ServeConfig:
+    return serve_config(make_parser().parse_args(["serve", *arguments]))
+
+
+def test_without_flags_the_defaults_of_the_config_hold():
+    assert config_of() == ServeConfig(model="")
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--tp-size", "--tensor-parallel-size", "-tp"])
+def test_ranks_by_any_name(flag: str):
+    assert config_of("m", flag, "3") == ServeConfig(model="m", ranks=3)
+
+
+@pytest.mark.parametrize("arguments", [["m"], ["--model", "m"], ["--model-path", "m"], ["m", "--model", "m"]])
+def test_the_model_by_any_name(arguments: list[str]):
+    assert config_of(*arguments).model == "m"
+
+
+def test_all_flags_reach_the_config():
+    text = (
+        "m --tp 2 --ratio 5,3 --ratio experts=1,0 --device cpu --dtype float32 --load-format dummy --kernels reference "
+        "--comm torch --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 "
+        "--kv-tokens 500 --page-tokens 16 --seed 7 --host 0.0.0.0 --port 0 --served-model-name a b --api-key k "
+        "--drain-seconds 2.5 --log-level debug"
+    )
+    assert config_of(*text.split()) == ServeConfig(
+        model="m", ranks=2, ratio=(5, 3), group_ratios={"experts": (1, 0)}, device="cpu", dtype="float32",
+        load_format="dummy", kernels="reference", comm="torch", max_model_len=100, max_num_seqs=4,
+        max_num_batched_tokens=64, gpu_memory_utilization=0.5, kv_tokens=500, page_tokens=16, seed=7, host="0.0.0.0",
+        port=0, served_model_name=("a", "b"), api_key="k", drain_seconds=2.5, log_level="debug",
+    )  # fmt: skip
+    assert all(f"--{name.replace('_', '-')}" in text for name in set(ServeConfig.__struct_fields__) - {
+        "model", "ranks", "group_ratios",
+    })  # fmt: skip
+
+
+def test_a_ratio_says_how_many_ranks():
+    assert config_of("--ratio", "5:3:2").ranks == 3
+    assert config_of("--ratio", "delta=1,1").ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tp 0", "'0' is not a whole number of 1 or more"),
+        ("--tp two", "'two' is not a whole number"),
+        ("--tp 3 --ratio 5,3", "--ratio 5,3: 2 weights for 3 ranks"),
+        ("--tp 2 --ratio experts=1,2,3", "--ratio experts=1,2,3: 3 weights for 2 ranks"),
+        ("--ratio 5,x", "'5,x' is not a list of weights"),
+        ("--ratio 0,0", "'0,0' is not a list of weights"),
+        ("--ratio 5,-3", "'5,-3' is not a list of weights"),
+        ("--ratio nan,1", "'nan,1' is not a list of weights"),
+        ("--ratio 1,1 --ratio 2,1", "given twice"),
+        ("--port 70000", "'70000' is not a whole number from 0 to 65535"),
+        ("--gpu-memory-utilization 1.5", "'1.5' is not a number from 0.01 to 1"),
+        ("--gpu-memory-utilization nan", "'nan' is not a number"),
+        ("--max-num-seqs -1", "'-1' is not a whole number"),
+        ("--max-model-len 200 --kv-tokens 100", "--max-model-len 200 is more than --kv-tokens 100"),
+        ("--dtype int8", "int8"),
+        ("--device tpu", "tpu"),
+        ("--tensor-parallel 2", "unrecognized arguments: --tensor-parallel"),
+        ("a --model b", "two models: a and --model b"),
+        ("/no/such/folder", "/no/such/folder"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(arguments: str, words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", *("--port 0 " + arguments).split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("shardwise: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_no_command_or_an_unknown_one_is_an_error(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    assert main(["sevre"]) == 2
+    assert capsys.readouterr().err.count("shardwise: error:") == 2
+
+
+def test_a_port_in_use_is_told_at_once(capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_verify_needs_ranks_to_compare():
+    options = make_parser().parse_args(["verify", "m"])
+    with pytest.raises(ConfigError, match="--tp 2"):
+        verify.run(options, serve_config(options))
+
+
+def test_flags_are_checked_without_importing_torch():
+    """Or a wrong flag would take seconds to be told."""
+    script = (
+        "import sys; from shardwise.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'fastapi', 'huggingface_hub'} & set(sys.modules); "
+        "sys.exit(10 if heavy else code)"
+    )
+    source = str(Path(__file__).parents[2] / "src")
+    for arguments in (["serve", "--tp", "0"], ["serve", "--host", "256.1.1.1"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env={"PYTHONPATH": source}
+        )
+        assert done.returncode == 2, done.stderr
