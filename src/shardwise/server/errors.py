@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape that OpenAI clients read: {"error": {message, type, param, code}} with an HTTP status."""
+"""What goes wrong, as OpenAI clients read it: {"error": {message, type, param, code}} with an HTTP status."""
 
 from typing import Any
 

@@ -1,8 +1,18 @@
 """Bodies of requests, as pydantic models: strict types, nothing unknown, null means "not given". See docs/api.md."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from shardwise.server.errors import from_validation, invalid
 
@@ -42,13 +52,11 @@ class GenerateBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), FailFast()] | None
-    ) = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64), FailFast()] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024), FailFast()] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -96,7 +104,7 @@ class CompletionBody(GenerateBody):
         value = self.prompt
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = [value]
-        many = value if isinstance(value, list) else [value]
+        many: list[Any] = value if isinstance(value, list) else [value]
         if not many:
             raise invalid("prompt: an empty list", "prompt")
         for i, item in enumerate(many):
@@ -148,10 +156,10 @@ class Message(Body):
     """One turn. What an answer brings (refusal, annotations, audio ...) may be sent back as it was, and is ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], FailFast()] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: Ignored = None
     annotations: Ignored = None
@@ -176,18 +184,30 @@ class Tool(BaseModel):
     function: FunctionTool
 
 
+def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Checked, but with its keys in the caller's order, which the template shows to the model."""
+    check(value)
+    return value
+
+
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024), FailFast()] | None = None
+    tools: Annotated[list[Annotated[Tool, WrapValidator(_as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Ignored = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def tool_definitions(self) -> list[Mapping[str, Any]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else list(cast(list[Mapping[str, Any]], self.tools or []))
 
     def check(self) -> None:
         super().check()
@@ -217,7 +237,10 @@ def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:
             )
 
 
-def parse[Model: GenerateBody](model: type[Model], body: bytes) -> Model:
+Parsed = TypeVar("Parsed", bound=GenerateBody)
+
+
+def parse(model: type[Parsed], body: bytes) -> Parsed:
     """A request from its JSON. Raises ApiError (400) that names the parameter."""
     try:
         request = model.model_validate_json(body)

@@ -1,8 +1,8 @@
 """Bodies of answers, in the OpenAI shapes: typed dictionaries, so that a field which was not asked for is not there."""
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict  # pydantic wants this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic wants this TypedDict before Python 3.12
 
 Finish = Literal["stop", "length"]
 

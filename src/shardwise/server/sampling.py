@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.config import ConfigError, read_json
 from shardwise.engine.messages import Ready, SamplingParams
 from shardwise.server.errors import invalid
 from shardwise.server.requests import ChatBody, CompletionBody, GenerateBody, check_token_ids
 
+Value = TypeVar("Value")
 SMALLEST_TOP_P = 1e-6  # stands for 0: the likeliest token alone
 
 
@@ -71,6 +72,10 @@ def _max_tokens(request: GenerateBody, prompt_tokens: int, limits: Ready) -> int
     )
 
 
+def _given(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
 def resolve(
     request: GenerateBody, choice: int, prompt_tokens: int, limits: Ready, defaults: GenerationDefaults, vocab_size: int
 ) -> SamplingParams:
@@ -79,13 +84,10 @@ def resolve(
     With a seed, each choice gets its own next to it: n answers are to differ, and to be the same n the next time.
     """
 
-    def given[T](value: T | None, default: T) -> T:
-        return default if value is None else value
-
     check_token_ids(list(request.logit_bias or {}), vocab_size, "logit_bias")
     check_token_ids(list(request.stop_token_ids or []), vocab_size, "stop_token_ids")
     max_tokens = _max_tokens(request, prompt_tokens, limits)
-    min_tokens = given(request.min_tokens, 0)
+    min_tokens = _given(request.min_tokens, 0)
     if min_tokens > max_tokens:
         raise invalid(f"min_tokens: {min_tokens} is over the {max_tokens} that the answer may have", "min_tokens")
     logprobs = prompt_logprobs = None
@@ -100,17 +102,17 @@ def resolve(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=given(request.temperature, defaults.temperature),
-        top_p=max(given(request.top_p, defaults.top_p), SMALLEST_TOP_P),
-        top_k=max(0, given(request.top_k, defaults.top_k)),
-        min_p=given(request.min_p, defaults.min_p),
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
-        repetition_penalty=given(request.repetition_penalty, defaults.repetition_penalty),
+        temperature=_given(request.temperature, defaults.temperature),
+        top_p=max(_given(request.top_p, defaults.top_p), SMALLEST_TOP_P),
+        top_k=max(0, _given(request.top_k, defaults.top_k)),
+        min_p=_given(request.min_p, defaults.min_p),
+        presence_penalty=_given(request.presence_penalty, 0.0),
+        frequency_penalty=_given(request.frequency_penalty, 0.0),
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         seed=seed,
         logit_bias=dict(request.logit_bias or {}),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=given(request.ignore_eos, False),
+        ignore_eos=_given(request.ignore_eos, False),
     )

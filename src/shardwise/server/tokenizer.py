@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.config import ConfigError
 
+Result = TypeVar("Result")
 INLINE_CHARACTERS = 2048  # of a text that is tokenised in the event loop: less than a millisecond
 _PROBE = " é日本😀\n\tHello, 12!"
 
@@ -88,15 +89,18 @@ class Tokenizer:
         """Let the threads go."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run[Result](self, characters: int, function: Callable[..., Result], *args: Any) -> Result:
-        """function(*args): here if it works on few `characters`, else in a thread (the Rust side releases the GIL)."""
+    async def run(self, characters: int, function: Callable[..., Result], *args: Any) -> Result:
+        """function(*args): here if it works on few `characters`, else in a thread."""
         if characters <= INLINE_CHARACTERS:
             return function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= INLINE_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the two only the batch releases the interpreter's lock while it works.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; none if the id is only padding of the embedding."""
