@@ -215,6 +215,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     api_key: str = ""
+    reasoning_parser: Literal["auto", "none"] = "auto"  # none: <think> stays in the content of a chat answer
+    max_body_bytes: int = 32 * 2**20  # of one HTTP request
     drain_seconds: float = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -1,0 +1,24 @@
+"""What the server needs of an engine. `shardwise.engine.client.EngineClient` is the real one; tests bring their own."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from shardwise.engine.messages import Ready, SamplingParams, Stats, Tokens
+
+
+class Engine(Protocol):
+    """ready: the running engine's limits, None while it (re)starts. stats: its latest figures."""
+
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def stats(self) -> Stats | None: ...
+
+    def generate(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> AsyncGenerator[Tokens, None]:
+        """New tokens as they come; the last message has a finish_reason.
+
+        Raises RequestRefused or EngineFailed (shardwise.engine.client), at the first step or later. Closing the
+        generator, or cancelling its task, cancels the request.
+        """
+        ...

@@ -1,0 +1,139 @@
+"""POST /v1/chat/completions: messages in, the assistant's turn out, what it thought apart from what it answers."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shardwise.server.errors import invalid
+from shardwise.server.generation import Piece, collect, merge
+from shardwise.server.logprobs import chat_logprobs
+from shardwise.server.messages import template_messages
+from shardwise.server.middleware import read_body
+from shardwise.server.requests import ChatBody, parse
+from shardwise.server.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
+from shardwise.server.services import Header, Services, UsageCounter, start
+from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
+from shardwise.server.tokenizer import ChatTemplateError
+
+
+class _Answer:
+    """Makes the OpenAI shapes of one request's pieces."""
+
+    def __init__(self, services: Services, request: ChatBody, header: Header, prompt: list[int]) -> None:
+        self._tokenizer = services.tokenizer
+        self._request = request
+        self._header = header
+        self._prompt = prompt
+        self.usage = UsageCounter([len(prompt)], request.n or 1)
+
+    def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
+        answer: ChatCompletion = {
+            "id": self._header.id,
+            "object": "chat.completion",
+            "created": self._header.created,
+            "model": self._header.model,
+            "choices": [self._choice(piece) for piece in pieces],
+            "usage": self.usage.usage(),
+        }
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = self._prompt
+        return answer
+
+    def _choice(self, piece: Piece) -> ChatChoice:
+        self.usage.add(piece)
+        message: ChatMessage = {"role": "assistant", "content": piece.text}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        choice: ChatChoice = {
+            "index": piece.index,
+            "message": message,
+            "logprobs": chat_logprobs(self._tokenizer, piece.logprobs) if self._request.logprobs else None,
+            "finish_reason": piece.finish_reason or "stop",
+            "stop_reason": piece.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {
+            "id": self._header.id,
+            "object": "chat.completion.chunk",
+            "created": self._header.created,
+            "model": self._header.model,
+            "choices": choices,
+        }
+
+    def _chunks(self, piece: Piece, first: bool) -> list[ChatChunkChoice]:
+        """first: nothing of this answer was sent before, so it opens with the role."""
+        deltas: list[ChatDelta] = [{"role": "assistant", "content": ""}] if first else []
+        # Thought and answer never share a delta, so that a client may show one and then the other.
+        if piece.reasoning:
+            deltas.append({"reasoning_content": piece.reasoning})
+        if piece.text:
+            deltas.append({"content": piece.text})
+        if not piece.text and not piece.reasoning:
+            deltas.append({})
+        choices: list[ChatChunkChoice] = [
+            {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for delta in deltas
+        ]
+        last = choices[-1]
+        last["finish_reason"], last["stop_reason"] = piece.finish_reason, piece.stop_reason
+        if self._request.logprobs:
+            last["logprobs"] = chat_logprobs(self._tokenizer, piece.logprobs)
+        if self._request.return_token_ids:
+            last["token_ids"] = piece.tokens
+        return choices
+
+    async def events(self, streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[bytes, None]:
+        options = self._request.stream_options
+        include = bool(options and options.include_usage)
+        continuous = bool(options and options.continuous_usage_stats)
+        begun: set[int] = set()
+        async with contextlib.aclosing(merge(streams)) as pieces:
+            async for piece in pieces:
+                self.usage.add(piece)
+                for choice in self._chunks(piece, piece.index not in begun):
+                    chunk = self._chunk([choice])
+                    if include or continuous:
+                        chunk["usage"] = self.usage.usage() if continuous else None
+                    if self._request.return_token_ids and not begun:
+                        chunk["prompt_token_ids"] = self._prompt
+                    begun.add(piece.index)
+                    yield event(chunk)
+        if include:
+            yield event({**self._chunk([]), "usage": self.usage.usage()})
+        yield DONE
+
+
+def _prompt(services: Services, request: ChatBody) -> tuple[str, list[int]]:
+    """The rendered prompt and its token ids. Raises ApiError."""
+    kwargs = request.chat_template_kwargs or {}
+    messages = template_messages(request.messages)
+    try:
+        text = services.tokenizer.render_chat(messages, request.tool_definitions(), kwargs)
+    except ChatTemplateError as error:
+        param = "chat_template_kwargs" if services.tokenizer.reserved_kwargs.intersection(kwargs) else "messages"
+        raise invalid(str(error)[:500], param) from None
+    return text, services.tokenizer.encode(text)
+
+
+async def create_chat_completion(services: Services, http: Request) -> Response:
+    """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
+    arrival_s = time.monotonic()
+    body = await read_body(http, services.config.max_body_bytes)
+    request = parse(ChatBody, body)
+    header = Header.make("chatcmpl", services.model_name(request.model))
+    services.limits()
+    text, prompt = await services.tokenizer.run(len(body), _prompt, services, request)
+    splitter_of = text if services.config.reasoning_parser != "none" else None
+    streams = start(services, request, header, [prompt], arrival_s, splitter_of)
+    answer = _Answer(services, request, header, prompt)
+    if request.stream:
+        return EventStream(answer.events(streams), http.state.request_id)
+    pieces = await unless_gone(http.receive, collect(streams))
+    return Response(json_bytes(answer.whole(pieces)), media_type="application/json")

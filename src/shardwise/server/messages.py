@@ -1,0 +1,57 @@
+"""Chat messages as the template wants them: plain dictionaries, arguments of calls as objects."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shardwise.server.errors import invalid
+from shardwise.server.requests import ContentPart, Message, ToolCall
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages for the chat template. Raises ApiError that names the one at fault."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{where}.content: a {message.role} message needs content", f"{where}.content")
+    result: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(message.content, f"{where}.content"),
+    }
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}].function.arguments") for i, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _content(content: str | list[ContentPart] | None, where: str) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise invalid(f"{where}[{i}].type: {part.type[:40]!r} is not served; only 'text' is", f"{where}[{i}].type")
+        if part.text is None:
+            raise invalid(f"{where}[{i}].text: a text part needs its text", f"{where}[{i}].text")
+        parts.append({"type": "text", "text": part.text})
+    return parts
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.DecodeError, RecursionError):
+            raise invalid(f"{where}: must be a JSON object", where) from None
+    if not isinstance(arguments, dict):
+        raise invalid(f"{where}: must be a JSON object", where)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})

@@ -1,0 +1,138 @@
+"""What every endpoint works with, and the steps that both APIs share."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.config import ModelConfig, ServeConfig
+from shardwise.engine.messages import Ready
+from shardwise.server.backend import Engine
+from shardwise.server.errors import ApiError, invalid
+from shardwise.server.generation import Job, Piece, run, run_prompt_only
+from shardwise.server.metrics import Meter, Metrics
+from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody
+from shardwise.server.responses import Usage
+from shardwise.server.sampling import GenerationDefaults, resolve
+from shardwise.server.text import ReasoningSplitter
+from shardwise.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Parts of one app; nothing here changes but the metrics."""
+
+    config: ServeConfig
+    engine: Engine
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    defaults: GenerationDefaults
+    metrics: Metrics
+    created: int  # seconds since 1970
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which the model may be asked for; the first is its own."""
+        return self.config.served_model_name or (Path(self.config.model).name,)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with; no name means the only model. Raises ApiError (404)."""
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        raise ApiError(
+            404,
+            f"model {asked[:200]!r} is not served here; there is {', '.join(self.names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def limits(self) -> Ready:
+        """The engine's limits. Raises ApiError (503) while it starts."""
+        ready = self.engine.ready
+        if ready is None:
+            raise ApiError(
+                503,
+                "the engine is starting or restarting; try again in a moment",
+                kind="service_unavailable",
+                code="engine_not_ready",
+            )
+        return ready
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one answer says of itself."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def make(cls, prefix: str, model: str) -> "Header":
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+
+
+class UsageCounter:
+    """Tokens of one request with n answers to each of its prompts."""
+
+    def __init__(self, prompt_tokens: Sequence[int], n: int) -> None:
+        self._prompt_tokens = sum(prompt_tokens)
+        self._n = n
+        self._generated = [0] * (len(prompt_tokens) * n)
+        self._cached = [0] * len(prompt_tokens)
+
+    def add(self, piece: Piece) -> None:
+        self._generated[piece.index] = piece.generated_tokens
+        prompt = piece.index // self._n
+        self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    def usage(self) -> Usage:
+        generated = sum(self._generated)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self._prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+
+def start(
+    services: Services,
+    request: GenerateBody,
+    header: Header,
+    prompts: Sequence[list[int]],
+    arrival_s: float,
+    splitter_of: str | None = None,
+) -> list[AsyncGenerator[Piece, None]]:
+    """n streams of pieces for each of the prompts, numbered in that order. Nothing runs before it is iterated.
+
+    splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. Raises ApiError.
+    """
+    n, limits = request.n or 1, services.limits()
+    if len(prompts) * n > MAX_CHOICES:
+        raise invalid(f"n: {n} answers to {len(prompts)} prompts are over the limit of {MAX_CHOICES} a request", "n")
+    runner = run_prompt_only if isinstance(request, CompletionBody) and request.max_tokens == 0 else run
+    streams = []
+    for i, prompt in enumerate(prompts):
+        for choice in range(n):
+            index = i * n + choice
+            job = Job(
+                index=index,
+                request_id=f"{header.id}-{index}",
+                prompt=prompt,
+                sampling=resolve(
+                    request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size
+                ),
+                stops=request.stops(),
+                include_stop=bool(request.include_stop_str_in_output),
+                skip_special_tokens=request.skip_special_tokens is not False,
+                splitter=None if splitter_of is None else ReasoningSplitter(splitter_of),
+                meter=Meter(services.metrics, arrival_s),
+            )
+            streams.append(runner(services.engine, services.tokenizer, job))
+    logger.info("%s: %d prompts of %d tokens, n=%d", header.id, len(prompts), sum(map(len, prompts)), n)
+    return streams
