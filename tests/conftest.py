@@ -1,8 +1,13 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share; and without a GPU, Triton interprets kernels."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # to be said before anything imports Triton, as transformers does
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.poison import poisoned
 from tests.ranks import Ranks

@@ -44,8 +44,9 @@ def _split(length, splits, BLOCK_T: tl.constexpr):
 @triton.jit(do_not_specialize=["pages_stride", "splits"], do_not_specialize_on_alignment=METADATA)
 def decode_kernel(
     q, k_pages, v_pages, out, partial, stats, context, pages, head_map, scale_log2, v_scale, heads, pages_stride,
-    splits, q_token_stride, q_head_stride, page_stride, head_stride, token_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr, PARTIAL: tl.constexpr,
+    splits, q_token_stride, q_head_stride, page_stride, head_stride, token_stride, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head."""
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)

@@ -21,7 +21,8 @@ def embed_kernel(ids, weight, out, first_row, rows, WIDTH: tl.constexpr, BLOCK: 
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + token).to(tl.int64) - first_row
-    found = tl.load(weight + row * WIDTH + column, mask=(column < WIDTH) & (row >= 0) & (row < rows), other=0.0)
+    width = tl.where((row >= 0) & (row < rows), WIDTH, 0)
+    found = tl.load(weight + row * WIDTH + column, mask=column < width, other=0.0)
     tl.store(out + token * WIDTH + column, found, mask=column < WIDTH)
 
 
