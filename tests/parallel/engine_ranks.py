@@ -1,0 +1,85 @@
+"""What the ranks of the pool run in engine tests: the first leads as in a server, the others follow."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from shardwise.config import RankEnvironment, ServeConfig
+from shardwise.engine import build as building
+from shardwise.engine.build import Leader, build_rank
+from shardwise.engine.messages import Failed, Generate, SamplingParams, Tokens
+from shardwise.parallel.comm import Alone, TorchCommunicator
+from shardwise.shard import ParamSpec, Segment
+
+
+@contextmanager
+def packed_as_one_block(wanted: bool) -> Iterator[None]:
+    """The classic mistake: q|k|v, which lie one after the other, are cut as if they were one block of rows."""
+
+    def wrong(spec: ParamSpec, heads: int) -> ParamSpec:
+        rows = sum(segment.size for segment in spec.segments(0))
+        return replace(spec, axes=((Segment("packed", rows, rows // heads),), *spec.axes[1:]))
+
+    def declare(config: Any, *args: Any) -> dict[str, ParamSpec]:
+        specs = right(config, *args)
+        packed = [name for name in specs if name.endswith((".delta.qkv", ".delta.conv"))]
+        return specs | {name: wrong(specs[name], config.delta_value_heads) for name in packed}
+
+    right = building.declare
+    try:
+        building.declare = declare if wanted else right
+        yield
+    finally:
+        building.declare = right
+
+
+def generate(
+    rank: int,
+    world: int,
+    group: Any,
+    *,
+    serve: Mapping[str, Any],
+    requests: Sequence[tuple[list[int], dict[str, Any]]],
+    arrive_every: int = 0,
+    wrong_cut: bool = False,
+) -> tuple[list[list[int]], int] | None:
+    """On the first rank the tokens of each request (prompt, sampling), its stop token at the end, and the preemptions.
+
+    arrive_every: steps between two arrivals; 0: all at once.
+    """
+    torch.set_num_threads(1)
+    comm = TorchCommunicator(group, group) if world > 1 else Alone()
+    config = ServeConfig(ranks=world, device="cpu", **serve)
+    with packed_as_one_block(wrong_cut):
+        one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
+    if rank:
+        one.runner.follow()
+        return None
+    leader = Leader(one, config)
+    waiting = [
+        Generate(str(n), prompt, msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams))
+        for n, (prompt, sampling) in enumerate(requests)
+    ]
+    out: list[list[int]] = [[] for _ in requests]
+    steps = 0
+    while waiting or leader.has_work():
+        while waiting and (not arrive_every or steps % arrive_every == 0 or not leader.has_work()):
+            leader.add(waiting.pop(0))
+            if arrive_every:
+                break
+        for message in leader.step():
+            take(message, out)
+        steps += 1
+    leader.engine.check()
+    leader.stop()
+    return out, leader.stats().preemptions
+
+
+def take(message: Tokens | Failed, out: list[list[int]]) -> None:
+    if isinstance(message, Failed):
+        raise RuntimeError(message.message)
+    out[int(message.id)] += message.tokens + ([message.stop_token] if message.stop_token is not None else [])
