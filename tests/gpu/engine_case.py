@@ -1,0 +1,116 @@
+"""One engine over the ranks of a launcher, on GPUs: greedy answers of the miniature, or speed of any geometry.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.engine_case answers --dtype float32 --out FILE
+    python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.engine_case speed --model GEOMETRY --out FILE
+
+`answers` writes the tokens of each text case; `speed` decode and prefill figures of made-up weights.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.hub import resolve
+from shardwise.config import ServeConfig, rank_environment
+from shardwise.engine.build import Leader, build_rank
+from shardwise.engine.messages import Failed, Generate, SamplingParams
+from tests.golden import eval as evaluation
+
+Requests = Sequence[tuple[list[int], int]]
+
+
+def generate(leader: Leader, requests: Requests) -> list[list[int]]:
+    """Greedy tokens of each request (prompt, how many at most), stop tokens included."""
+    out: list[list[int]] = [[] for _ in requests]
+    for n, (prompt, count) in enumerate(requests):
+        leader.add(Generate(str(n), prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=leader.rank.made.source is None)))
+    while leader.has_work():
+        for message in leader.step():
+            if isinstance(message, Failed):
+                raise RuntimeError(message.message)
+            stop = [] if message.stop_token is None else [message.stop_token]
+            out[int(message.id)] += message.tokens + stop
+    leader.engine.check()
+    return out
+
+
+def timed(leader: Leader, requests: Requests) -> float:
+    """Seconds that `requests` take, all added at once."""
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    generate(leader, requests)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin_s
+
+
+def speed(leader: Leader, batches: Sequence[int], short: int = 32, long: int = 256) -> dict[str, Any]:
+    """Decode tokens a second by batch, from the difference of two lengths, and the wall time of some prefills."""
+    vocab, noise = leader.rank.made.model.vocab_size, random.Random(0)
+
+    def prompts(count: int, length: int, new: int) -> Requests:
+        return [([noise.randrange(vocab) for _ in range(length)], new) for _ in range(count)]
+
+    figures: dict[str, Any] = {"decode": {}, "prefill_s": {}}
+    for batch in batches:
+        timed(leader, prompts(batch, 128, 8))
+        few, many = (timed(leader, prompts(batch, 128, new)) for new in (short, long))
+        figures["decode"][batch] = batch * (long - short) / (many - few)
+    for count, length in ((1, 1024), (1, 4096), (8, 2048)):
+        times = [timed(leader, prompts(count, length, 1)) for _ in range(3)]
+        figures["prefill_s"][f"{count}x{length}"] = min(times)
+    return figures
+
+
+def answers(leader: Leader) -> dict[str, list[int]]:
+    """Tokens of each text case of the miniature."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(evaluation.miniature())
+    cases = evaluation.load_cases()
+    found = generate(leader, [(evaluation.prompt_ids(tokenizer, case), case.max_tokens) for case in cases])
+    return {str(case.id): tokens for case, tokens in zip(cases, found, strict=True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["answers", "speed"])
+    parser.add_argument("--model", default="")
+    parser.add_argument("--ratio", default="")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64, 128])
+    parser.add_argument("--out", type=Path, required=True)
+    for name in ("dtype", "device", "kernels"):
+        parser.add_argument(f"--{name}", default="auto")
+    args = parser.parse_args()
+    env = rank_environment()
+    assert env is not None, "start it with torch.distributed.run"
+    begin_s = time.monotonic()
+    serve = ServeConfig(
+        model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
+        ratio=tuple(float(part) for part in args.ratio.split(",") if part),
+        load_format="dummy" if args.what == "speed" else "auto", max_model_len=8192, kv_tokens=200_000,
+    )  # fmt: skip
+    one = build_rank(serve, env)
+    ready_s = time.monotonic() - begin_s
+    if env.rank:
+        one.runner.follow()
+        return
+    leader = Leader(one, serve)
+    result: dict[str, Any] = {"ready_s": ready_s, "args": vars(args) | {"out": str(args.out)}, "ranks": env.world}
+    if torch.cuda.is_available():
+        result["gpu"] = torch.cuda.get_device_name()
+        result["allocated_bytes"] = torch.cuda.memory_allocated()
+    begin_s = time.monotonic()
+    result["result"] = speed(leader, args.batches) if args.what == "speed" else answers(leader)
+    result["took_s"] = time.monotonic() - begin_s
+    leader.stop()
+    args.out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
