@@ -56,9 +56,9 @@ def _read(folder: Path | None) -> list[Case]:
     ]
 
 
-def load_cases(folder: Path | None = None, limit: int = 0) -> list[Case]:
+def load_cases(folder: Path | None = None, limit: int = 0, *, pictures: bool = False) -> list[Case]:
     """The text cases of `folder` (default: the miniature) in order of id; `limit`: so many, evenly from all skills."""
-    cases = [case for case in _read(folder) if not case.skill.startswith(PICTURES)]
+    cases = [case for case in _read(folder) if pictures or not case.skill.startswith(PICTURES)]
     if 0 < limit < len(cases):
         cases = [cases[i * len(cases) // limit] for i in range(limit)]
     return cases
@@ -69,18 +69,22 @@ def skipped(folder: Path | None = None) -> dict[str, int]:
     return dict(Counter(case.skill for case in _read(folder) if case.skill.startswith(PICTURES)))
 
 
+def prompt_text(tokenizer: Any, case: Case) -> str:
+    """The prompt of `case`, through the chat template of a transformers `tokenizer` if it is a chat."""
+    if case.prompt is not None:
+        return case.prompt
+    return tokenizer.apply_chat_template(
+        list(case.messages),
+        tools=list(case.tools) or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=case.enable_thinking,
+    )
+
+
 def prompt_ids(tokenizer: Any, case: Case) -> list[int]:
-    """The prompt of `case` as token ids, through the chat template of a transformers `tokenizer` if it is a chat."""
-    text = case.prompt
-    if text is None:
-        text = tokenizer.apply_chat_template(
-            list(case.messages),
-            tools=list(case.tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=case.enable_thinking,
-        )
-    ids = tokenizer(text)["input_ids"]
+    """The prompt of `case` as token ids."""
+    ids = tokenizer(prompt_text(tokenizer, case))["input_ids"]
     assert len(ids) == case.prompt_tokens, f"case {case.id}: {len(ids)} prompt tokens, not {case.prompt_tokens}"
     return ids
 

@@ -1,0 +1,1 @@
+"""How the miniature checkpoint was made: its data, its training, its checks; see README.md."""
