@@ -288,6 +288,7 @@ def save(model: nn.Module, mtp: nn.Module, folder: Path, shard_bytes: int = 15 *
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors leaves it to the owner alone
         weight_map |= dict.fromkeys(shard, name)
     total_bytes = sum(value.nbytes for value in weights.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
