@@ -50,7 +50,9 @@ def load(
     weights: dict[str, Weight] = {}
     filling: deque[_Filling] = deque()
     done_bytes = 0
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
+    # Threads begin on the first GPU, and must not open a context there.
+    place = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(THREADS, "load", place) as pool:
         window = _Window(pool)
         try:
             for name, spec in specs.items():
