@@ -55,7 +55,9 @@ def test_every_skill_is_as_in_transformers(
 ) -> None:
     """All text cases, batched as they come: equal tokens, and so equal accuracy of each skill."""
     serve = {**SERVE, "model": str(evaluation.miniature()), "ratio": split[1]}
-    result = ranks.run(split[0], engine_ranks.generate, serve=serve, requests=requests(cases, tokenizer), timeout_s=600)[0]
+    result = ranks.run(
+        split[0], engine_ranks.generate, serve=serve, requests=requests(cases, tokenizer), timeout_s=600
+    )[0]
     assert differing(cases, result[0], golden) == []
     expected = answers(cases, [list(golden[case.id].ids) for case in cases], tokenizer)
     figures = evaluation.accuracy(cases, answers(cases, result[0], tokenizer))

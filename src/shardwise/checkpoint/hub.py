@@ -1,4 +1,4 @@
-"""From the model that a user names to a local folder: a path, the packaged miniature, or an id of the Hugging Face hub."""
+"""From the model that a user names to a local folder: a path, the packaged miniature, or an id of the Hub."""
 
 import re
 from collections.abc import Callable

@@ -4,10 +4,13 @@ Every parameter is allocated once, in its final place; what is read goes there i
 source, so that host memory stays within the parameters and a small constant.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise, product
 from math import isfinite, prod
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +22,9 @@ from shardwise.shard import Copy, Local, ParamSpec, Partitions, copies, local, l
 
 STEP_BYTES = 16 << 20
 ASSEMBLED_BYTES = 16 << 20
+THREADED_BYTES = 1 << 20  # below, handing a copy to a thread costs more than the copy
 THREADS = 4
+FILLING = 4  # weights that may be under way
 
 Progress = Callable[[int, int], None]  # bytes of parameters done, bytes in all
 
@@ -41,44 +46,98 @@ def load(
     device = torch.device(device)
     check(source, specs.values())
     held = {name: tuple(local(spec, partitions, rank)) for name, spec in specs.items()}
-    total_bytes = sum(-(-prod(part.shape) * part.stored.bits // 8) for parts in held.values() for part in parts)
+    total_bytes = sum(_nbytes(part) for parts in held.values() for part in parts)
     weights: dict[str, Weight] = {}
+    filling: deque[_Filling] = deque()
     done_bytes = 0
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
-        jobs = {
-            name: pool.submit(_weight, spec, held[name], partitions, rank, source, device)
-            for name, spec in specs.items()
-        }
+    # Threads begin on the first GPU, and must not open a context there.
+    place = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(THREADS, "load", place) as pool:
+        window = _Window(pool)
         try:
-            for name, job in jobs.items():
-                weights[name] = job.result()
-                done_bytes += weights[name].nbytes
-                if progress:
-                    progress(done_bytes, total_bytes)
+            for name, spec in specs.items():
+                filling.append(_fill(name, spec, held[name], partitions, rank, source, device, window))
+                while len(filling) > FILLING or (filling and len(weights) + len(filling) == len(specs)):
+                    made = filling.popleft()
+                    weights[made.name] = weight = _finish(made, specs[made.name], partitions, rank, device)
+                    done_bytes += weight.nbytes
+                    if progress:
+                        progress(done_bytes, total_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return weights
 
 
-def _weight(
-    spec: ParamSpec, held: tuple[Local, ...], partitions: Partitions, rank: int, source: Source, device: torch.device
-) -> Weight:
-    places: dict[str, torch.Tensor] = {}
-    for part in held:
-        # Many small reads are put together where the source has them, and cross to the device once.
-        small = prod(part.shape) * part.stored.bits // 8 <= ASSEMBLED_BYTES
-        place = source.device if small else device
-        places[part.stored.suffix] = torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device=place)
+class _Filling(NamedTuple):
+    """A weight some of whose large copies may still be running."""
+
+    name: str
+    held: tuple[Local, ...]
+    tensors: list[torch.Tensor]
+    copying: list[Future[None]]
+
+
+def _finish(made: _Filling, spec: ParamSpec, partitions: Partitions, rank: int, device: torch.device) -> Weight:
+    for copied in made.copying:
+        copied.result()
+    tensors = tuple(tensor.to(device) for tensor in made.tensors)
+    return Weight(spec, local_shape(spec, partitions, rank), made.held, tensors)
+
+
+def _nbytes(part: Local) -> int:
+    return -(-prod(part.shape) * part.stored.bits // 8)
+
+
+class _Window:
+    """Copies in other threads, never more than THREADS at once: what waits would have to be in memory."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._running: deque[Future[None]] = deque()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        if len(self._running) >= THREADS:
+            self._running.popleft().result()
+        self._running.append(self._pool.submit(work))
+        return self._running[-1]
+
+
+def _fill(
+    name: str,
+    spec: ParamSpec,
+    held: tuple[Local, ...],
+    partitions: Partitions,
+    rank: int,
+    source: Source,
+    device: torch.device,
+    window: _Window,
+) -> _Filling:
+    """Tensors for `held`, filled by small copies at once, and by the large ones that are still running."""
+    # What is small is put together where the source has it, and crosses to the device once.
+    places = [source.device if _nbytes(part) <= ASSEMBLED_BYTES else device for part in held]
+    tensors = [
+        torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device=place)
+        for part, place in zip(held, places, strict=True)
+    ]
+    by_stored = {part.stored: tensor for part, tensor in zip(held, tensors, strict=True)}
+    copying: list[Future[None]] = []
     for copy in copies(spec, partitions, rank):
-        target = places[copy.stored.suffix][copy.dst]
+        target = by_stored[copy.stored][copy.dst]
         for src, dst in _steps(copy, source.info(copy.name)):
             values = source.read(copy.name, src)
-            if copy.stored.role != "value":
-                _check_scale(copy.name, values)
-            target[dst].copy_(values)
-    tensors = tuple(places[part.stored.suffix].to(device) for part in held)
-    return Weight(spec, local_shape(spec, partitions, rank), held, tensors)
+            step = partial(_copy, copy, target[dst] if dst else target, values)
+            if values.nbytes < THREADED_BYTES:
+                step()
+            else:
+                copying.append(window.submit(step))
+    return _Filling(name, held, tensors, copying)
+
+
+def _copy(copy: Copy, target: torch.Tensor, values: torch.Tensor) -> None:
+    if copy.stored.role != "value":
+        _check_scale(copy.name, values)
+    target.copy_(values)
 
 
 def _steps(copy: Copy, info: TensorInfo) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -103,17 +162,17 @@ def _steps(copy: Copy, info: TensorInfo) -> Iterator[tuple[tuple[slice, ...], tu
 
 def _check_scale(name: str, values: torch.Tensor) -> None:
     """Raises ConfigError unless all of `values` are finite and above zero: a bad scale is silent in the answers."""
+    if values.numel() == 1:
+        value = values.item()
+        if isfinite(value) and value > 0:
+            return
     if values.dtype == torch.float8_e4m3fn:
         codes = values.view(torch.uint8)
         good = codes - 1 < 0x7E  # one byte an element: 0 wraps round, 0x7F is not a number, 0x80 and above are negative
-    elif values.numel() == 1:
-        value = values.item()
-        good = torch.tensor(isfinite(value) and value > 0)
     else:
         good = (values > 0) & (values < torch.inf)
     if not bool(good.all()):
-        bad = values[~good] if values.dim() else values
+        bad = values.reshape(-1)[~good.reshape(-1)][0].float().item()
         raise ConfigError(
-            f"checkpoint: scale {name!r} holds {bad.float().flatten()[0].item()}, expected finite values above zero; "
-            "quantise or download it again"
+            f"checkpoint: scale {name!r} holds {bad}, expected finite values above zero; quantise or download it again"
         )

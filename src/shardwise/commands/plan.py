@@ -137,7 +137,11 @@ def memory(text: str, ranks: int, device_memory: Sequence[int]) -> list[int]:
 def run(args: argparse.Namespace, serve: ServeConfig) -> int:
     """Print the plan of `serve`; `args` has `memory` and `json`."""
     made = blueprint(serve)
-    plan = make_plan(serve, made, memory(args.memory, serve.ranks, device_memory(made.device_type, serve.ranks, serve.gpu_memory_utilization)))
+    plan = make_plan(
+        serve,
+        made,
+        memory(args.memory, serve.ranks, device_memory(made.device_type, serve.ranks, serve.gpu_memory_utilization)),
+    )
     if args.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
