@@ -75,7 +75,7 @@ def test_empty_batch():
 
 
 def test_sort_keys_order_all_floats():
-    logits = torch.tensor([[0.0, -0.0, inf, -inf, 1e-40, -1e-40, 3.4e38, -3.4e38, 1.5, 1.5]])
+    logits = torch.tensor([[-0.0, 0.0, inf, -inf, 1e-40, -1e-40, 3.4e38, -3.4e38, 1.5, 1.5]])
     assert largest(logits, 10).tolist() == [[2, 6, 8, 9, 4, 0, 1, 5, 7, 3]]
 
 
@@ -123,8 +123,8 @@ def test_successive_tokens_of_a_request_are_independent_draws():
 
 def test_noise_is_gumbel_over_a_wide_vocabulary():
     low, high = split_seed(-3)
-    args = [torch.tensor([[x]]) for x in (low, high, 17)]
-    noise = gumbel(*args, torch.arange(250_000).unsqueeze(0))[0]
+    low, high, index = (torch.tensor([[x]]) for x in (low, high, 17))
+    noise = gumbel(low, high, index, torch.arange(250_000).unsqueeze(0))[0]
     assert noise.isfinite().all()
     assert abs(noise.mean().item() - 0.5772) < 0.02
     assert abs(noise.var().item() - 1.6449) < 0.03
@@ -173,6 +173,7 @@ def test_a_row_is_what_it_would_be_alone(specs: list[tuple[dict, int]], choose):
         found = shared.sample(logits[some], [together[i] for i in some]).read()
         for i, result in zip(some, found, strict=True):
             assert samplers[i].sample(logits[i : i + 1].clone(), [alone[i]]).read() == [result]
+            assert result[0] is not None
             alone[i].output.append(result[0])
             together[i].output.append(result[0])
         for i, request in enumerate(together):
@@ -227,6 +228,23 @@ def test_counts_outlive_a_pause_and_end_with_forget():
     assert sampler.remembered == 0
     late = make(10, [4], presence_penalty=1.5)  # a used slot starts clean
     assert draw(sampler, logits, [late]) == [0]
+
+
+def test_a_draw_depends_on_the_index_and_not_on_how_often_it_is_made():
+    sampler, request, logits = Sampler(), make(temperature=1.0), torch.zeros(1, 300)
+    first, again = (sampler.sample(logits.clone(), [request]).read() for _ in range(2))
+    request.output.append(first[0][0] or 0)
+    assert first == again != sampler.sample(logits.clone(), [request]).read()
+
+
+def test_slots_are_used_again():
+    sampler = Sampler()
+    for i in range(50):
+        request = make(i, presence_penalty=1.0)
+        draw(sampler, torch.zeros(1, 3), [request])
+        sampler.forget(request)
+    assert sampler._counts._tables is not None
+    assert len(sampler._counts._tables[0]) == 4
 
 
 def test_state_lost_and_found():

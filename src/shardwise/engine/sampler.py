@@ -183,7 +183,6 @@ class Sampler:
     def forget(self, request: Request) -> None:
         """Drop what is remembered of `request`, which will not be sampled again."""
         self._counts.forget(request)
-        self._batch = None
 
     @property
     def remembered(self) -> int:

@@ -158,9 +158,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, grants: _Grants) -> None:
         """Put `request` back in the queue. All it has computed is dropped; its tokens, and its place in order, stay."""
-        count = grants.counts.pop(request, 0)
-        grants.left_tokens += count
-        grants.left_prompt_logits += count * request.wants_prompt_logits(request.computed)
+        grants.counts.pop(request, None)
         grants.preempted = True
         self._vacate(request)
         request.status = Status.WAITING
