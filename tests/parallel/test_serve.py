@@ -95,6 +95,14 @@ def test_sigterm_lets_streams_end_and_exits_with_0(start: Start, port: int):
     assert server.wait(timeout=20) == 0
 
 
+def test_what_one_rank_finds_wrong_is_one_line_and_exit_code_2(start: Start, port: int):
+    wrong = ["--tp", "2", "--port", str(port), "--served-model-name", "wrong", "--log-level", "error"]
+    server = start([*SERVE, *wrong])
+    out, err = server.communicate(timeout=READY_SECONDS)
+    assert (out, err) == ("", "shardwise: error: model: this one is wrong for rank 1\n")
+    assert server.returncode == 2
+
+
 @pytest.mark.slow
 def test_two_launchers_serve_restart_and_drain_together(start: Start, port: int):
     with socket.socket() as probe:
