@@ -230,6 +230,7 @@ class RankEnvironment:
     local_rank: int
     local_world: int
     restarts: int
+    shared_store: bool = False  # the launcher's own store is used: see launcher_environment
 
 
 def rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -243,6 +244,7 @@ def rank_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
         local_rank=int(env["LOCAL_RANK"]),
         local_world=int(env["LOCAL_WORLD_SIZE"]),
         restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        shared_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

@@ -1,6 +1,6 @@
 """An engine without a model: real ranks that meet in a broadcast every step, and tokens that count upwards.
 
-The `model` of the config asks for a fault: "wrong" is a config error on rank 1, "broken" a crash on rank 1.
+A served model name asks for a fault: "wrong" is a config error on rank 1, "broken" a crash on rank 1.
 """
 
 import time
@@ -75,9 +75,9 @@ class FakeFollower:
 
 
 def build(config: ServeConfig, environment: RankEnvironment) -> FakeLeader | FakeFollower:
-    if environment.rank == 1 and config.model == "wrong":
+    if environment.rank == 1 and "wrong" in config.served_model_name:
         raise ConfigError("model: this one is wrong for rank 1")
-    if environment.rank == 1 and config.model == "broken":
+    if environment.rank == 1 and "broken" in config.served_model_name:
         raise RuntimeError("a bug in rank 1")
     dist.init_process_group("gloo")
     if environment.rank:

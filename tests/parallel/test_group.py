@@ -30,6 +30,10 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def config(name: str) -> ServeConfig:
+    return ServeConfig(model="none", ranks=2, served_model_name=(name,))
+
+
 def pids(folder: RunFolder) -> dict[int, int]:
     """Of the ranks started last."""
     started = [entry for entry in folder.entries() if isinstance(entry, Started)]
@@ -56,11 +60,9 @@ async def until(condition, seconds: float) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def started_group(
-    model: str = "fake",
-) -> AsyncIterator[tuple[RunFolder, EngineClient, EngineGroup, asyncio.Task]]:
+async def started_group() -> AsyncIterator[tuple[RunFolder, EngineClient, EngineGroup, asyncio.Task]]:
     with run_folder() as folder:
-        client, group = EngineClient(folder.socket), EngineGroup(ServeConfig(model=model, ranks=2), folder, ENGINE)
+        client, group = EngineClient(folder.socket), EngineGroup(config("fake"), folder, ENGINE)
         await client.start()
         group.start()
         watching = asyncio.create_task(supervise(group, client))
@@ -129,14 +131,14 @@ async def test_closing_a_stream_cancels_it_in_the_engine():
 
 async def test_a_config_error_of_one_rank_ends_all_at_once_with_its_message():
     with pytest.raises(ConfigError, match=r"^model: this one is wrong for rank 1$"):
-        async with asyncio.timeout(READY_SECONDS), running_engine(ServeConfig(model="wrong", ranks=2), ENGINE):
+        async with asyncio.timeout(READY_SECONDS), running_engine(config("wrong"), ENGINE):
             pytest.fail("an engine with a wrong model got ready")
 
 
 @pytest.mark.slow
 async def test_ranks_that_crash_over_and_over_are_given_up_with_the_cause():
     with pytest.raises(EngineFailed, match=r"crashed 3 times in a row while starting.*a bug in rank 1"):
-        async with asyncio.timeout(READY_SECONDS), running_engine(ServeConfig(model="broken", ranks=2), ENGINE):
+        async with asyncio.timeout(READY_SECONDS), running_engine(config("broken"), ENGINE):
             pytest.fail("a broken engine got ready")
 
 

@@ -105,6 +105,11 @@ def stream_answer(url: str, api_key: str, body: dict[str, Any]) -> Iterator[tupl
         raise RuntimeError(str(error)) from None
 
 
+def printable(text: str) -> str:
+    """Without the control characters that would command the terminal."""
+    return "".join(character for character in text if character.isprintable() or character in "\n\t")
+
+
 def converse(url: str, options: argparse.Namespace, console: Console) -> None:
     """Read lines, show answers as they come, until the input ends."""
     url = url.rstrip("/").removesuffix("/v1")
@@ -130,7 +135,7 @@ def converse(url: str, options: argparse.Namespace, console: Console) -> None:
         try:
             for kind, text in stream_answer(url, options.api_key, {**body, "messages": messages}):
                 said += text if kind == "content" else ""
-                console.out(text, end="", highlight=False, style="dim" if kind == "reasoning" else None)
+                console.out(printable(text), end="", highlight=False, style="dim" if kind == "reasoning" else None)
             console.print()
         except KeyboardInterrupt:  # ends this answer, not the conversation
             console.print("\n(stopped)")

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any
 import msgspec
 
 from shardwise.commands.prepare import check_split, generation_settings, resolve_model, set_up_logging
-from shardwise.config import ConfigError, RankEnvironment, ServeConfig, rank_environment
+from shardwise.config import STORE_PER_GROUP, ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.client import EngineClient, EngineFailed
 from shardwise.engine.folder import RunFolder
 from shardwise.engine.group import EngineGroup, run_folder, supervise
@@ -50,8 +51,11 @@ def run(options: argparse.Namespace, config: ServeConfig) -> int:
     set_up_logging(config)
     if options.attach:
         watch(lambda: not alive(options.launcher), lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with bind(config) as listener:
-            return asyncio.run(serve(config, RunFolder(options.attach), None, listener))
+        try:
+            with bind(config) as listener:
+                return asyncio.run(serve(config, RunFolder(options.attach), None, listener))
+        finally:
+            shutil.rmtree(options.attach, ignore_errors=True)
     with bind(config) as listener:
         config = resolve_model(config)
         with run_folder() as folder:
@@ -123,6 +127,7 @@ async def answer(
     lost = watching.exception() if watching is not None and watching.done() else None
     if watching is not None:
         watching.cancel()
+    announcing.cancel()
     client.draining = True
     server.should_exit = True
     await serving
@@ -131,8 +136,7 @@ async def answer(
         await client.drain(config.drain_seconds)
         if group is not None:
             await group.stop(wait_s=LEAVE_SECONDS)
-    for task in (announcing, told):
-        task.cancel()
+    told.cancel()
     if isinstance(lost, EngineFailed):
         logger.error("%s", lost)
     elif lost is not None:
@@ -186,11 +190,14 @@ def run_in_group(config: ServeConfig, environment: RankEnvironment, engine: str)
         if config.ranks not in (1, environment.world):
             raise ConfigError(f"--tp {config.ranks}, and torchrun started {environment.world} ranks; leave --tp out")
         config = resolve_model(msgspec.structs.replace(config, ranks=environment.world))
-        folder = RunFolder(Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}-{launcher_pid}")
-        folder.path.mkdir(mode=0o700, exist_ok=True)
+        folder = group_folder(launcher_pid)
         if environment.rank == 0:
+            if environment.shared_store:
+                logger.warning("set %s=1 for torchrun: without it, a restart may not succeed", STORE_PER_GROUP)
             start_api_process(config, folder, launcher_pid)
         run_rank(folder, config, environment, engine)
+        if environment.rank and environment.local_rank == 0:  # beside the first rank, the API process does it
+            shutil.rmtree(folder.path, ignore_errors=True)
     except ConfigError as error:
         print(f"shardwise: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -198,6 +205,15 @@ def run_in_group(config: ServeConfig, environment: RankEnvironment, engine: str)
         logger.exception("stopped")
         return 1
     return 0
+
+
+def group_folder(launcher_pid: int) -> RunFolder:
+    """The folder that all ranks of one launcher find, also after a restart. Raises ConfigError if it is another's."""
+    path = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}-{launcher_pid}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid() or path.is_symlink():
+        raise ConfigError(f"{path} belongs to somebody else; remove it or set another TMPDIR")
+    return RunFolder(path)
 
 
 def start_api_process(config: ServeConfig, folder: RunFolder, launcher_pid: int) -> None:
@@ -211,6 +227,7 @@ def start_api_process(config: ServeConfig, folder: RunFolder, launcher_pid: int)
         bind(config).close()
         folder.write_config(config)
         ours = ["--config-file", str(folder.config_file), "--attach", str(folder.path), "--launcher", str(launcher_pid)]
-        subprocess.Popen(
+        api = subprocess.Popen(
             [sys.executable, "-m", "shardwise", "serve", *ours], stdin=subprocess.DEVNULL, start_new_session=True
         )
+        watch(lambda: api.poll() is not None, lambda: leave(api.returncode) if api.returncode else None)
