@@ -208,7 +208,8 @@ async def test_echo_alone() -> None:
     assert not engine.requests
     answer = await post(engine, {"prompt": "the cat", "echo": True, "max_tokens": 0, "logprobs": 0})
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(tokenizer().encode("the cat"))
-    assert engine.requests[0][2].max_tokens == 1
+    assert answer["choices"][0]["text"] == "the cat"
+    assert engine.requests[0][2].max_tokens == 0
 
 
 async def test_every_parameter_reaches_the_engine() -> None:

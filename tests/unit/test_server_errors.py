@@ -197,6 +197,10 @@ async def test_engine_not_ready() -> None:
         assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] is None
         engine.ready = READY
         assert (await http.get("/health")).json() == {"status": "ok"}
+        engine.draining = True
+        answer = await http.post(COMPLETIONS, json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert "shutting down" in answer.text
 
 
 async def test_bug_is_a_500_without_its_inside(caplog: pytest.LogCaptureFixture) -> None:
