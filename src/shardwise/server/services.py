@@ -61,15 +61,17 @@ class Services:
 
 @dataclass(frozen=True)
 class Header:
-    """What one answer says of itself."""
+    """What one answer says of itself, and the HTTP request that it belongs to."""
 
+    request_id: str
     id: str
     created: int
     model: str
 
     @classmethod
-    def make(cls, prefix: str, model: str) -> "Header":
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+    def make(cls, request_id: str, prefix: str, model: str) -> "Header":
+        """Its id is new, as clients may send one request_id twice."""
+        return cls(request_id, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
 
 class UsageCounter:
@@ -130,5 +132,8 @@ def start(
                 meter=Meter(services.metrics, arrival_s),
             )
             streams.append(nothing(job) if echo_alone else run(services.engine, services.tokenizer, job))
-    logger.info("%s: %d prompts of %d tokens, n=%d", header.id, len(prompts), sum(map(len, prompts)), n)
+    logger.info(
+        "request %s: %s, %d prompts of %d tokens, n=%d",
+        header.request_id, header.id, len(prompts), sum(map(len, prompts)), n,
+    )  # fmt: skip
     return streams
