@@ -19,6 +19,7 @@ class FakeEngine:
     def __init__(self, reply: Callable[[list[int], SamplingParams], list[int]], stop_token: int = 2036) -> None:
         self.ready: Ready | None = READY
         self.stats: Stats | None = None
+        self.draining = False
         self.reply = reply
         self.stop_token = stop_token
         self.delay_s = 0.0
@@ -65,6 +66,9 @@ class FakeEngine:
         prompt_logprobs = None
         if sampling.prompt_logprobs is not None:
             prompt_logprobs = [each for token in prompt[1:] if (each := self._logprob(token, sampling.prompt_logprobs))]
+        if sampling.max_tokens == 0:
+            yield Tokens(request_id, [], prompt_logprobs=prompt_logprobs, finish_reason="length")
+            return
         step = self.tokens_per_message
         for start in range(0, len(answer), step):
             await asyncio.sleep(self.delay_s)

@@ -120,6 +120,8 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=number(0, 65535), help="0: any free one", **unset)
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names to answer to", **unset)
     group.add_argument("--api-key", help="that every request must bring", **unset)
+    group.add_argument("--reasoning-parser", choices=choices("reasoning_parser"), help="none: keep <think>", **unset)
+    group.add_argument("--max-body-bytes", type=COUNT, metavar="BYTES", help="of one request", **unset)
     group.add_argument("--drain-seconds", type=number(0, 86400, float), help="for what runs, on SIGTERM", **unset)
     # Between our own processes: a whole config; the folder and the launcher of ranks that are there already (see
     # commands/serve.py); a process to die with; another engine than the real one, in tests.

@@ -57,7 +57,8 @@ def test_not_scanned_text_cannot_stop() -> None:
     assert search.add("ab", scan=False) == "ab"
     assert search.add("a", scan=False) == "a"
     assert search.add("b") == "b"  # its "a" was given out before stopping was allowed
-    assert search.add("ab") == "" and search.matched == "ab"
+    assert search.add("ab") == ""
+    assert search.matched == "ab"
 
 
 @given(

@@ -7,13 +7,19 @@ from shardwise.engine.messages import Ready, SamplingParams, Stats, Tokens
 
 
 class Engine(Protocol):
-    """ready: the running engine's limits, None while it (re)starts. stats: its latest figures."""
+    """ready: the running engine's limits, None while it (re)starts. stats: its latest figures.
+
+    draining: it finishes what runs and takes nothing new.
+    """
 
     @property
     def ready(self) -> Ready | None: ...
 
     @property
     def stats(self) -> Stats | None: ...
+
+    @property
+    def draining(self) -> bool: ...
 
     def generate(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> AsyncGenerator[Tokens, None]:
         """New tokens as they come; the last message has a finish_reason.

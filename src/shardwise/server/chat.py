@@ -127,13 +127,13 @@ async def create_chat_completion(services: Services, http: Request) -> Response:
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
     request = parse(ChatBody, body)
-    header = Header.make("chatcmpl", services.model_name(request.model))
+    header = Header.make(http.state.request_id, "chatcmpl", services.model_name(request.model))
     services.limits()
     text, prompt = await services.tokenizer.run(len(body), _prompt, services, request)
     splitter_of = text if services.config.reasoning_parser != "none" else None
     streams = start(services, request, header, [prompt], arrival_s, splitter_of)
     answer = _Answer(services, request, header, prompt)
     if request.stream:
-        return EventStream(answer.events(streams), http.state.request_id)
+        return EventStream(answer.events(streams), header.request_id)
     pieces = await unless_gone(http.receive, collect(streams))
     return Response(json_bytes(answer.whole(pieces)), media_type="application/json")

@@ -93,7 +93,7 @@ async def create_completion(services: Services, http: Request) -> Response:
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
     request = parse(CompletionBody, body)
-    header = Header.make("cmpl", services.model_name(request.model))
+    header = Header.make(http.state.request_id, "cmpl", services.model_name(request.model))
     services.limits()
     given = request.prompts(services.model_config.vocab_size)
 
@@ -111,7 +111,7 @@ async def create_completion(services: Services, http: Request) -> Response:
     streams = start(services, request, header, prompts, arrival_s)
     answer = _Answer(services, request, header, texts, prompts)
     if request.stream:
-        return EventStream(answer.events(streams), http.state.request_id)
+        return EventStream(answer.events(streams), header.request_id)
     pieces = await unless_gone(http.receive, collect(streams))
     whole = answer.body([answer.choice(piece, first=True) for piece in pieces])
     whole["usage"] = answer.usage.usage()

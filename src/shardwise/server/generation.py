@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from shardwise.engine.client import EngineFailed
 from shardwise.engine.messages import Logprob, SamplingParams, Tokens
@@ -160,16 +157,9 @@ async def run(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[
         job.meter.end(reason)
 
 
-async def run_prompt_only(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[Piece, None]:
-    """For max_tokens 0: the prompt's logprobs, if asked for, and no answer. The engine's least is one token."""
-    last = Piece(index=job.index, finish_reason="length")
-    if job.sampling.prompt_logprobs is not None:
-        sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
-        async with contextlib.aclosing(run(engine, tokenizer, dataclasses.replace(job, sampling=sampling))) as pieces:
-            async for piece in pieces:
-                last.prompt_logprobs = last.prompt_logprobs or piece.prompt_logprobs
-                last.cached_tokens = max(last.cached_tokens, piece.cached_tokens)
-    yield last
+async def nothing(job: Job) -> AsyncGenerator[Piece, None]:
+    """An answer of no tokens, which needs no engine: what max_tokens 0 comes to unless logprobs are wanted."""
+    yield Piece(index=job.index, finish_reason="length")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:

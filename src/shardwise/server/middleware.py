@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 DRAIN_S = 5.0
+WATCHED = ("/health", "/metrics")  # asked for every few seconds, which is no news
 
 
 def _digest(text: bytes) -> bytes:
@@ -66,7 +67,8 @@ class RequestMiddleware:
         finally:
             elapsed_ms = (time.monotonic() - start_s) * 1e3
             path = scope["path"].encode("unicode_escape").decode()[:200]
-            logger.info("request %s: %s %s %d in %.1f ms", request_id, scope["method"], path, status, elapsed_ms)
+            level = logging.DEBUG if path in WATCHED and status in (200, 503) else logging.INFO
+            logger.log(level, "request %s: %s %s %d in %.1f ms", request_id, scope["method"], path, status, elapsed_ms)
 
     def _authorise(self, path: str, headers: Headers) -> None:
         if self._key_digest is None or not (path == "/v1" or path.startswith("/v1/")):

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import (
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     StringConstraints,
     ValidationError,

@@ -11,7 +11,7 @@ from shardwise.config import ModelConfig, ServeConfig
 from shardwise.engine.messages import Ready
 from shardwise.server.backend import Engine
 from shardwise.server.errors import ApiError, invalid
-from shardwise.server.generation import Job, Piece, run, run_prompt_only
+from shardwise.server.generation import Job, Piece, nothing, run
 from shardwise.server.metrics import Meter, Metrics
 from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody
 from shardwise.server.responses import Usage
@@ -51,29 +51,27 @@ class Services:
         )
 
     def limits(self) -> Ready:
-        """The engine's limits. Raises ApiError (503) while it starts."""
+        """The engine's limits. Raises ApiError (503) while it starts, and when the server is about to end."""
         ready = self.engine.ready
-        if ready is None:
-            raise ApiError(
-                503,
-                "the engine is starting or restarting; try again in a moment",
-                kind="service_unavailable",
-                code="engine_not_ready",
-            )
-        return ready
+        if ready is not None and not self.engine.draining:
+            return ready
+        message = "the server is shutting down" if self.engine.draining else "the engine is starting or restarting"
+        raise ApiError(503, f"{message}; try again in a moment", kind="service_unavailable", code="engine_not_ready")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What one answer says of itself."""
+    """What one answer says of itself, and the HTTP request that it belongs to."""
 
+    request_id: str
     id: str
     created: int
     model: str
 
     @classmethod
-    def make(cls, prefix: str, model: str) -> "Header":
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+    def make(cls, request_id: str, prefix: str, model: str) -> "Header":
+        """Its id is new, as clients may send one request_id twice."""
+        return cls(request_id, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
 
 class UsageCounter:
@@ -115,7 +113,7 @@ def start(
     n, limits = request.n or 1, services.limits()
     if len(prompts) * n > MAX_CHOICES:
         raise invalid(f"n: {n} answers to {len(prompts)} prompts are over the limit of {MAX_CHOICES} a request", "n")
-    runner = run_prompt_only if isinstance(request, CompletionBody) and request.max_tokens == 0 else run
+    echo_alone = isinstance(request, CompletionBody) and request.max_tokens == 0 and request.logprobs is None
     streams = []
     for i, prompt in enumerate(prompts):
         for choice in range(n):
@@ -133,6 +131,9 @@ def start(
                 splitter=None if splitter_of is None else ReasoningSplitter(splitter_of),
                 meter=Meter(services.metrics, arrival_s),
             )
-            streams.append(runner(services.engine, services.tokenizer, job))
-    logger.info("%s: %d prompts of %d tokens, n=%d", header.id, len(prompts), sum(map(len, prompts)), n)
+            streams.append(nothing(job) if echo_alone else run(services.engine, services.tokenizer, job))
+    logger.info(
+        "request %s: %s, %d prompts of %d tokens, n=%d",
+        header.request_id, header.id, len(prompts), sum(map(len, prompts)), n,
+    )  # fmt: skip
     return streams
