@@ -59,7 +59,7 @@ def modules() -> list[str]:
 
 
 def attributes(case: CompileCase) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers and strides are multiples of 16, as they are for real sizes: only then does a kernel pipeline its loads."""
+    """Pointers and strides are multiples of 16, as for real sizes: only then does a kernel pipeline its loads."""
     unaligned = {p.name for p in case.kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     return {
         (i,): [["tt.divisibility", 16]]
