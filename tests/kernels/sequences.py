@@ -67,7 +67,8 @@ def make_step(
         for p in range(context + new):
             page = int(seqs.pages_SP[s, p // page_tokens])
             k_pages[page, :, p % page_tokens], v_pages[page, :, p % page_tokens] = k[p], v[p]
-        keys.append(k), values.append(v)
+        keys.append(k)
+        values.append(v)
     q_TND = torch.randn(sum(queries), many, dim, generator=make).to(device, dtype)
     return Step(seqs, q_TND, k_pages.to(device, dtype), v_pages.to(device, dtype), keys, values)
 

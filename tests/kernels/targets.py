@@ -59,7 +59,7 @@ def modules() -> list[str]:
 
 
 def attributes(case: CompileCase) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers and strides are multiples of 16, as they are for real sizes: only then does a kernel pipeline its loads."""
+    """Pointers and strides are multiples of 16, as for real sizes: only then does a kernel pipeline its loads."""
     unaligned = {p.name for p in case.kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     return {
         (i,): [["tt.divisibility", 16]]
@@ -83,11 +83,11 @@ def compile_case(case: CompileCase, card: Card) -> Compiled:
 
 
 def compile_module(name: str) -> Iterator[Compiled]:
-    """All cases of a module for all cards; a case that needs more shared memory than a card has is not for it."""
+    """All cases of a module, each for the cards that are given it."""
     for case in importlib.import_module(name).compile_cases():
         case = CompileCase(*case)
         for card in CARDS:
-            if card.shared_bytes >= case.shared_bytes:
+            if case.shared_bytes in (0, card.shared_bytes):
                 yield compile_case(case, card)
 
 

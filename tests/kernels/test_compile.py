@@ -17,6 +17,8 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_compile_for_every_card(module):
     """In a process of its own: this one may interpret kernels, which cannot be undone."""

@@ -1,4 +1,5 @@
 """Paged attention: the reference against a loop over queries and heads, and Triton against the reference."""
+# pyright: reportCallIssue=false
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
 """Norms: the reference against transformers' modules and a formula, Triton against the reference."""
+# pyright: reportCallIssue=false
 
 import pytest
 import torch
@@ -67,16 +68,18 @@ def test_inputs_may_be_views_of_a_wider_tensor(impl, device):
     )
 
 
+@pytest.mark.parametrize("kept", [torch.float16, torch.float32])
 @pytest.mark.usefixtures("poison")
-def test_half_precision_is_rounded_once(device):
-    """All is fp32 inside: the result is the fp32 result of the same inputs, rounded."""
-    x, residual, weight = (randn(n, 130).to(device).half() for n in (3, 3, 1))
-    weight = weight[0]
+def test_half_precision_is_rounded_once(kept, device):
+    """All is fp32 inside, and the result has the weight's dtype; a residual may be kept in fp32."""
+    x, residual, weight = randn(3, 130).to(device).half(), randn(4, 130)[:3].to(device, kept), randn(130).to(device)
     for impl in (reference, fast):
-        normed, total = impl.add_rms_norm(x, residual, weight, EPS)
-        assert normed.dtype == total.dtype == torch.float16
-        exact = reference.rms_norm((x.float() + residual.float()).half().float(), weight.float(), EPS)
+        normed, total = impl.add_rms_norm(x, residual, weight.half(), EPS)
+        torch.testing.assert_close(total, (x.float() + residual.float()).to(kept), atol=0, rtol=0)
+        exact = reference.rms_norm(total.float(), weight.half().float(), EPS)
         torch.testing.assert_close(normed, exact.half(), atol=0, rtol=1e-3)
-        mixed, kept = impl.add_rms_norm(x, residual.float(), weight, EPS)  # a residual kept in fp32
-        assert (mixed.dtype, kept.dtype) == (torch.float16, torch.float32)
-        torch.testing.assert_close(kept, x.float() + residual.float(), atol=0, rtol=0)
+        torch.testing.assert_close(impl.rms_norm(total, weight.half(), EPS), normed, atol=0, rtol=0)
+        gated = impl.gated_rms_norm(x[None], x[None], weight, EPS)
+        assert gated.dtype == torch.float16
+        exact = reference.gated_rms_norm(x[None].float(), x[None].float(), weight, EPS)
+        torch.testing.assert_close(gated, exact.half(), atol=1e-7, rtol=1e-3)

@@ -74,7 +74,8 @@ def test_norm_and_rotation_are_those_of_transformers(impl, heads, tokens, device
     rope = rope_settings("yarn")
     make = torch.Generator().manual_seed(tokens)
     q_norm, k_norm = (Qwen3_5MoeRMSNorm(64).requires_grad_(False) for _ in range(2))
-    q_norm.weight.normal_(generator=make), k_norm.weight.normal_(generator=make)
+    for norm in (q_norm, k_norm):
+        norm.weight.normal_(generator=make)
     wide = torch.randn(tokens, heads[0], 128, generator=make).to(device)
     q, k = wide[..., :64], torch.randn(tokens, heads[1], 64, generator=make).to(device)
     positions_3T = torch.randint(0, 4096, (3, tokens), generator=make)

@@ -8,7 +8,7 @@ class CompileCase(NamedTuple):
     """One way in which a kernel is launched. Plain tuples in this order serve, too.
 
     signature: the type of each argument by its name, as Triton writes them ("*bf16", "i32", "fp32", "constexpr").
-    shared_bytes: cards with less shared memory per block are never given this one.
+    shared_bytes: shared memory per block of the cards that are given this one; 0: all cards.
     """
 
     kernel: Any

@@ -126,9 +126,12 @@ def reduce_kernel(
 
 
 def _config(dim: int, page_tokens: int, item_bytes: int, fp8: bool) -> tuple[dict[str, Any], int, int]:
-    """Constants, warps and stages. Two stages of keys and values take at most 32 KiB, so that several programs fit."""
+    """Constants, warps and stages. Two stages of keys and values take at most 64 KiB, so that several programs fit.
+
+    In fp32 there are no tensor cores to fill, and a wide product unrolls into very long code.
+    """
     block_d = max(16, triton.next_power_of_2(dim))
-    fit = max(16, 32 * 1024 // (4 * block_d * item_bytes))
+    fit = 16 if item_bytes == 4 else max(16, 64 * 1024 // (4 * block_d * item_bytes))
     block_t = min(64, page_tokens & -page_tokens, fit)
     constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_T": block_t}
     return constants | {"HEADS": HEADS, "FP8": fp8}, 4 if block_d >= 128 else 2, 2
@@ -192,25 +195,20 @@ def decode(
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Head dims of the family in bf16, over bf16 and FP8 pages; fp32 for exact comparisons."""
-    ints = dict.fromkeys(("context", "pages", "head_map"), "*i32") | {"scale_log2": "fp32", "v_scale": "fp32"}
-    for dim, kind, pool, item_bytes in (
-        (256, "*bf16", "*bf16", 2),
-        (256, "*bf16", "*u8", 2),
-        (128, "*fp32", "*fp32", 4),
+    """The family's head dim in bf16, over bf16 and FP8 pages; fp32, which is for exact comparisons, at a small one."""
+    ints = dict.fromkeys(METADATA, "*i32") | {"scale_log2": "fp32", "v_scale": "fp32"}
+    for dim, kind, pool, partials in (
+        (256, "*bf16", "*bf16", (False, True)),
+        (256, "*bf16", "*u8", (True,)),
+        (64, "*fp32", "*fp32", (True,)),
     ):
-        constants, warps, stages = _config(dim, 64, item_bytes, pool == "*u8")
-        for partial in (False, True):
+        constants, warps, stages = _config(dim, 64, 4 if kind == "*fp32" else 2, pool == "*u8")
+        kinds = {"q": kind, "out": kind, "k_pages": pool, "v_pages": pool, "partial": "*fp32", "stats": "*fp32"}
+        for partial in partials:
             constexprs = constants | {"PARTIAL": partial}
-            types = ints | {
-                "q": kind,
-                "out": kind,
-                "k_pages": pool,
-                "v_pages": pool,
-                "partial": "*fp32",
-                "stats": "*fp32",
-            }
-            yield CompileCase(decode_kernel, signature(decode_kernel, constexprs, types), constexprs, warps, stages)
-        constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
-        types = {"partial": "*fp32", "stats": "*fp32", "out": kind, "context": "*i32", "v_scale": "fp32"}
-        yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)
+            signed = signature(decode_kernel, constexprs, ints | kinds)
+            yield CompileCase(decode_kernel, signed, constexprs, warps, stages)
+    constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
+    constexprs |= {"DIM": 256, "BLOCK_D": 256}
+    types = {"partial": "*fp32", "stats": "*fp32", "out": "*bf16", "context": "*i32", "v_scale": "fp32"}
+    yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)

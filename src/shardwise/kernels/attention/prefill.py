@@ -72,17 +72,19 @@ def prefill_kernel(
 def _config(
     dim: int, page_tokens: int, item_bytes: int, fp8: bool, shared_bytes: int
 ) -> tuple[dict[str, Any], int, int]:
-    """Constants, warps and stages for a card with `shared_bytes` per block."""
+    """Constants, warps and stages for a card with `shared_bytes` per block.
+
+    What a block takes is about the queries and three tiles of keys or values, two of them on their way. In fp32 there
+    are no tensor cores to fill, and a wide product unrolls into very long code.
+    """
     block_d = max(16, triton.next_power_of_2(dim))
     row_bytes = block_d * item_bytes
-    block_q = 128 if row_bytes <= 512 and shared_bytes >= 160 * KIB else 64 if row_bytes <= 512 else 16
-    fit = 16
-    while 2 * fit * row_bytes * 2 + block_q * row_bytes <= min(shared_bytes, 160 * KIB) - 4 * KIB and fit < 64:
-        fit *= 2
-    fit = fit if 2 * fit * row_bytes * 2 + block_q * row_bytes <= shared_bytes - 4 * KIB else fit // 2
-    block_t = min(max(16, fit), page_tokens & -page_tokens)
-    constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_T": block_t, "BLOCK_Q": block_q}
-    return constants | {"FP8": fp8}, 8 if block_q * block_d >= 64 * 256 else 4, 2
+    narrow = item_bytes == 4 or row_bytes > 512
+    block_q = 16 if narrow else 128 if shared_bytes >= 160 * KIB else 64
+    fit = next(n for n in (64, 32, 16) if n == 16 or (not narrow and (block_q + 4 * n) * row_bytes <= shared_bytes))
+    constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_Q": block_q, "FP8": fp8}
+    constants["BLOCK_T"] = min(fit, page_tokens & -page_tokens)
+    return constants, 8 if block_q * block_d >= 64 * 256 else 4, 2
 
 
 def prefill(
@@ -124,15 +126,11 @@ def prefill(
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Head dims of the family in bf16, over bf16 and FP8 pages, for small, middling and large shared memories."""
-    types = dict.fromkeys(("starts", "context", "pages", "head_map"), "*i32")
-    types |= {"scale_log2": "fp32", "v_scale": "fp32"}
-    for dim, kind, pool, item_bytes in (
-        (256, "*bf16", "*bf16", 2),
-        (256, "*bf16", "*u8", 2),
-        (128, "*fp32", "*fp32", 4),
-    ):
+    """The family's head dim in bf16, over bf16 and FP8 pages, for each shared memory; fp32 at a small one."""
+    types = dict.fromkeys((*METADATA, "starts"), "*i32") | {"scale_log2": "fp32", "v_scale": "fp32"}
+    for dim, kind, pool in ((256, "*bf16", "*bf16"), (256, "*bf16", "*u8"), (64, "*fp32", "*fp32")):
         for shared_bytes in (64 * KIB, 99 * KIB, 227 * KIB):
+            item_bytes = 4 if kind == "*fp32" else 2
             constants, warps, stages = _config(dim, 64, item_bytes, pool == "*u8", shared_bytes)
             kinds = types | {"q": kind, "out": kind, "k_pages": pool, "v_pages": pool}
             signed = signature(prefill_kernel, constants, kinds)

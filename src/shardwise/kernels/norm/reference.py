@@ -15,7 +15,7 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of residual + x, in the weight's dtype, and that sum, in the residual's; the norm is of the rounded sum."""
+    """The norm of residual + x, in the weight's dtype, and that sum, in the residual's, of which the norm is taken."""
     sum_TH = (residual_TH.float() + x_TH.float()).to(residual_TH.dtype)
     return rms_norm(sum_TH, weight_H, eps), sum_TH
 

@@ -132,11 +132,12 @@ def gated_rms_norm(x_TVD: torch.Tensor, gate_TVD: torch.Tensor, weight_D: torch.
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Hidden sizes, narrow and wide, plain and with a residual; heads of GatedDeltaNet with their gate."""
-    for width, add, gate in ((256, False, False), (2048, True, False), (5120, True, False), (128, False, True)):
+    """Hidden sizes, plain and with what is added to a residual in fp32; heads of GatedDeltaNet with their gate."""
+    for width, add, gate in ((2048, False, False), (2048, True, False), (5120, True, False), (128, False, True)):
         constants, warps = _config(width)
         constexprs: dict[str, Any] = {**constants, "ADD": add, "GATE": gate}
         constexprs |= {} if add or gate else {"other": None}
         constexprs |= {} if add else {"total": None}
-        types = dict.fromkeys(("x", "other", "weight", "out", "total"), "*bf16") | {"eps": "fp32"}
+        wide = dict.fromkeys(("x", "other", "total"), "*bf16" if gate else "*fp32")
+        types = wide | {"weight": "*bf16", "out": "*bf16", "eps": "fp32"}
         yield CompileCase(norm_kernel, signature(norm_kernel, constexprs, types), constexprs, warps, 1)
