@@ -274,11 +274,12 @@ def _block_kernel(
     key_head = tl.load(key_map_ptr + head)
     i, wide = tl.arange(0, M), tl.arange(0, KP)
     valid = tl.program_id(0) * M + i < length
-    token = start + tl.program_id(0) * M + i
+    token = start + tl.program_id(0) * M  # of the block; what is added per element stays in 32 bits
     mask = valid[:, None] & (wide < K)[None, :]
-    k = tl.load(k_ptr + token[:, None] * k_stride + (key_head * K + wide)[None, :], mask=mask, other=0.0)
-    a = tl.load(a_ptr + token * a_stride + head, mask=valid, other=0.0)
-    b = tl.load(b_ptr + token * b_stride + head, mask=valid, other=0.0).to(tl.float32)
+    k_ptr += token * k_stride + key_head * K
+    k = tl.load(k_ptr + (i[:, None] * k_stride + wide[None, :]), mask=mask, other=0.0)
+    a = tl.load(a_ptr + token * a_stride + head + i * a_stride, mask=valid, other=0.0)
+    b = tl.load(b_ptr + token * b_stride + head + i * b_stride, mask=valid, other=0.0).to(tl.float32)
     g = tl.where(valid, _log_decay(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
     beta = tl.where(valid, tl.sigmoid(b), 0.0)
 
@@ -291,20 +292,22 @@ def _block_kernel(
     alike = _dot_rows(k, k, PARTS) * decay * (k_norm * beta)[:, None]
     solve = _inverse(tl.where(i[:, None] > i[None, :], alike, 0.0), M, M // 32, PARTS) * beta[None, :]
 
-    q = tl.load(q_ptr + token[:, None] * q_stride + (key_head * K + wide)[None, :], mask=mask, other=0.0)
+    q_ptr += token * q_stride + key_head * K
+    q = tl.load(q_ptr + (i[:, None] * q_stride + wide[None, :]), mask=mask, other=0.0)
     q32 = q.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(q32 * q32, axis=1) + NORM_EPS) * (K**-0.5)
     scores = _dot_rows(q, k, PARTS) * decay * q_norm[:, None]
 
     at = (token - first) * V + head
-    square = at[:, None] * M + i[None, :]
-    tl.store(solve_ptr + square, solve, mask=valid[:, None])
-    tl.store(scores_ptr + square, scores, mask=valid[:, None])
+    square = i[:, None] * (V * M) + i[None, :]
+    tl.store(solve_ptr + at * M + square, solve, mask=valid[:, None])
+    tl.store(scores_ptr + at * M + square, scores, mask=valid[:, None])
+    factors_ptr += at * 4
     since = tl.exp(tl.cumsum(g, axis=0))
-    tl.store(factors_ptr + at * 4, since * k_norm, mask=valid)
-    tl.store(factors_ptr + at * 4 + 1, since * q_norm, mask=valid)
-    tl.store(factors_ptr + at * 4 + 2, tl.exp(tl.sum(terms, axis=0)) * k_norm, mask=valid)
-    tl.store(factors_ptr + at * 4 + 3, tl.zeros((M,), tl.float32) + tl.exp(tl.sum(g, axis=0)), mask=valid)
+    tl.store(factors_ptr + i * (V * 4), since * k_norm, mask=valid)
+    tl.store(factors_ptr + i * (V * 4) + 1, since * q_norm, mask=valid)
+    tl.store(factors_ptr + i * (V * 4) + 2, tl.exp(tl.sum(terms, axis=0)) * k_norm, mask=valid)
+    tl.store(factors_ptr + i * (V * 4) + 3, tl.zeros((M,), tl.float32) + tl.exp(tl.sum(g, axis=0)), mask=valid)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -345,28 +348,39 @@ def _scan_kernel(
     state_mask = (wide < K)[:, None] & (columns < D)[None, :]
     state = tl.load(state_ptr + state_at, mask=state_mask & (wide < carried)[:, None], other=0.0)
 
-    for block in range(tl.cdiv(length, M)):
-        valid = block * M + i < length
-        token = start + block * M + i
-        at = (token - first) * V + head
+    q_ptr += start * q_stride + key_head * K
+    k_ptr += start * k_stride + key_head * K
+    v_ptr += start * v_stride + head * D
+    out_ptr += (start * V + head) * D
+    solve_ptr += ((start - first) * V + head) * M
+    scores_ptr += ((start - first) * V + head) * M
+    factors_ptr += ((start - first) * V + head) * 4
+    square = i[:, None] * (V * M) + i[None, :]
+    for done in range(0, length, M):
+        valid = i < length - done
         wide_mask = valid[:, None] & (wide < K)[None, :]
         narrow_mask = valid[:, None] & (columns < D)[None, :]
-        square = at[:, None] * M + i[None, :]
-
-        k = tl.load(k_ptr + token[:, None] * k_stride + (key_head * K + wide)[None, :], mask=wide_mask, other=0.0)
-        v = tl.load(v_ptr + token[:, None] * v_stride + (head * D + columns)[None, :], mask=narrow_mask, other=0.0)
+        k = tl.load(k_ptr + (i[:, None] * k_stride + wide[None, :]), mask=wide_mask, other=0.0)
+        v = tl.load(v_ptr + (i[:, None] * v_stride + columns[None, :]), mask=narrow_mask, other=0.0)
+        seen = _dot(k, state, PARTS) * tl.load(factors_ptr + i * (V * 4), mask=valid, other=0.0)[:, None]
         solve = tl.load(solve_ptr + square, mask=valid[:, None], other=0.0)
-        seen = _dot(k, state, PARTS) * tl.load(factors_ptr + at * 4, mask=valid, other=0.0)[:, None]
         delta = _dot(solve, v.to(tl.float32) - seen, PARTS)
 
-        q = tl.load(q_ptr + token[:, None] * q_stride + (key_head * K + wide)[None, :], mask=wide_mask, other=0.0)
+        q = tl.load(q_ptr + (i[:, None] * q_stride + wide[None, :]), mask=wide_mask, other=0.0)
+        out = _dot(q, state, PARTS) * tl.load(factors_ptr + i * (V * 4) + 1, mask=valid, other=0.0)[:, None]
         scores = tl.load(scores_ptr + square, mask=valid[:, None], other=0.0)
-        out = _dot(q, state, PARTS) * tl.load(factors_ptr + at * 4 + 1, mask=valid, other=0.0)[:, None]
         out += _dot(scores, delta, PARTS)
-        out_at = (token * V + head)[:, None] * D + columns[None, :]
+        out_at = i[:, None] * (V * D) + columns[None, :]
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=narrow_mask)
 
-        state *= tl.load(factors_ptr + ((start - first + block * M) * V + head) * 4 + 3)
-        left = tl.load(factors_ptr + at * 4 + 2, mask=valid, other=0.0)
+        state *= tl.load(factors_ptr + 3)
+        left = tl.load(factors_ptr + i * (V * 4) + 2, mask=valid, other=0.0)
         state += _dot(tl.trans(k), delta * left[:, None], PARTS)
+        q_ptr += M * q_stride
+        k_ptr += M * k_stride
+        v_ptr += M * v_stride
+        out_ptr += M * V * D
+        solve_ptr += M * V * M
+        scores_ptr += M * V * M
+        factors_ptr += M * V * 4
     tl.store(state_ptr + state_at, state, mask=state_mask)
