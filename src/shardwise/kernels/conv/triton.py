@@ -3,13 +3,16 @@
 Legend: T tokens of the step, S sequences, C channels, W taps, R rows of state.
 """
 
+# Pyright takes kernels for functions of numbers.
+# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportIndexIssue=false
+
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.sequences import Sequences
 
 DECODE_CHANNELS = 128
@@ -17,35 +20,8 @@ PREFILL_CHANNELS = 64
 PREFILL_TOKENS = 32
 
 
-def causal_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_RCW1: torch.Tensor, seqs: Sequences) -> torch.Tensor:
-    """As reference.causal_conv. The rows of x may be slices of wider ones; weight and state are contiguous."""
-    tokens, channels = x_TC.shape
-    y_TC = torch.empty((tokens, channels), dtype=x_TC.dtype, device=x_TC.device)
-    if y_TC.numel() == 0:
-        return y_TC
-    if x_TC.stride(1) != 1:
-        x_TC = x_TC.contiguous()
-    taps, later = weight_CW.shape[1], seqs.count - seqs.decodes
-    sizes = {"C": channels, "W": taps, "WINDOW": triton.next_power_of_2(taps)}
-    if seqs.decodes:
-        grid = (seqs.decodes, triton.cdiv(channels, DECODE_CHANNELS))
-        tables = (seqs.starts_S1, seqs.context_S, seqs.state_rows_S)
-        _decode_kernel[grid](x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BC=DECODE_CHANNELS)
-    if later:
-        tables = (seqs.starts_S1[seqs.decodes :], seqs.context_S[seqs.decodes :], seqs.state_rows_S[seqs.decodes :])
-        blocks = triton.cdiv(channels, PREFILL_CHANNELS)
-        grid = (triton.cdiv(seqs.max_query, PREFILL_TOKENS), blocks, later)
-        _prefill_kernel[grid](
-            x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BT=PREFILL_TOKENS, BC=PREFILL_CHANNELS
-        )
-        # Only now: the first block of a chunk reads what this overwrites.
-        grid = (blocks, later)
-        _state_kernel[grid](x_TC, x_TC.stride(0), state_RCW1, *tables, **sizes, BC=PREFILL_CHANNELS)
-    return y_TC
-
-
 @triton.jit
-def _decode_kernel(
+def decode_kernel(
     x_ptr,
     x_stride,
     weight_ptr,
@@ -85,7 +61,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _prefill_kernel(
+def prefill_kernel(
     x_ptr,
     x_stride,
     weight_ptr,
@@ -128,7 +104,7 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _state_kernel(
+def state_kernel(
     x_ptr,
     x_stride,
     state_ptr,
@@ -159,3 +135,43 @@ def _state_kernel(
     # The old values move down, perhaps between threads: all are read before any is written.
     tl.debug_barrier()
     tl.store(state_ptr + at + taps[None, :], (x + old).to(state_ptr.dtype.element_ty), mask=mask)
+
+
+def causal_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_RCW1: torch.Tensor, seqs: Sequences) -> torch.Tensor:
+    """As reference.causal_conv. The rows of x may be slices of wider ones; weight and state are contiguous."""
+    tokens, channels = x_TC.shape
+    y_TC = torch.empty((tokens, channels), dtype=x_TC.dtype, device=x_TC.device)
+    if y_TC.numel() == 0:
+        return y_TC
+    if x_TC.stride(1) != 1:
+        x_TC = x_TC.contiguous()
+    taps, later = weight_CW.shape[1], seqs.count - seqs.decodes
+    sizes = {"C": channels, "W": taps, "WINDOW": triton.next_power_of_2(taps)}
+    if seqs.decodes:
+        grid = (seqs.decodes, triton.cdiv(channels, DECODE_CHANNELS))
+        tables = (seqs.starts_S1, seqs.context_S, seqs.state_rows_S)
+        decode_kernel[grid](x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BC=DECODE_CHANNELS)
+    if later:
+        tables = (seqs.starts_S1[seqs.decodes :], seqs.context_S[seqs.decodes :], seqs.state_rows_S[seqs.decodes :])
+        blocks = triton.cdiv(channels, PREFILL_CHANNELS)
+        grid = (triton.cdiv(seqs.max_query, PREFILL_TOKENS), blocks, later)
+        prefill_kernel[grid](
+            x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BT=PREFILL_TOKENS, BC=PREFILL_CHANNELS
+        )
+        # Only now: the first block of a chunk reads what this overwrites.
+        grid = (blocks, later)
+        state_kernel[grid](x_TC, x_TC.stride(0), state_RCW1, *tables, **sizes, BC=PREFILL_CHANNELS)
+    return y_TC
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """The family's channels and taps, in bf16 and, for exact comparisons, fp32."""
+    ints = dict.fromkeys(("starts_ptr", "context_ptr", "rows_ptr"), "*i32")
+    decode = {"BC": DECODE_CHANNELS}
+    prefill = {"BC": PREFILL_CHANNELS, "BT": PREFILL_TOKENS}
+    state = {"BC": PREFILL_CHANNELS}
+    for kind in ("*bf16", "*fp32"):
+        types = dict.fromkeys(("x_ptr", "weight_ptr", "state_ptr", "y_ptr"), kind) | ints
+        for kernel, blocks in ((decode_kernel, decode), (prefill_kernel, prefill), (state_kernel, state)):
+            constants = {"C": 8192, "W": 4, "WINDOW": 4, **blocks}
+            yield CompileCase(kernel, signature(kernel, constants, types), constants, 4, 3)
