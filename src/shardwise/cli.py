@@ -99,6 +99,9 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("execution")
     group.add_argument("--device", choices=choices("device"), **unset)
     group.add_argument("--kernels", choices=choices("kernels"), **unset)
+    group.add_argument(
+        "--no-graphs", "--enforce-eager", dest="graphs", action="store_false", help="launch kernels one by one", **unset
+    )
     group.add_argument("--comm", choices=choices("comm"), help="how ranks talk", **unset)
     group = parser.add_argument_group("capacity")
     group.add_argument("--max-model-len", "--context-length", type=COUNT, metavar="TOKENS", help="a request", **unset)

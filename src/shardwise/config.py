@@ -203,6 +203,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: made-up weights, from config.json alone
     kernels: Literal["auto", "reference", "triton"] = "auto"
+    graphs: bool = True  # decode steps as CUDA graphs, where the device has them
     comm: Literal["auto", "torch"] = "auto"
     max_model_len: int = 0  # tokens of one request, prompt and answer
     max_num_seqs: int = 0  # requests in one step

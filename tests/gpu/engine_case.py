@@ -29,7 +29,13 @@ def generate(leader: Leader, requests: Requests) -> list[list[int]]:
     """Greedy tokens of each request (prompt, how many at most), stop tokens included."""
     out: list[list[int]] = [[] for _ in requests]
     for n, (prompt, count) in enumerate(requests):
-        leader.add(Generate(str(n), prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=leader.rank.made.source is None)))
+        leader.add(
+            Generate(
+                str(n),
+                prompt,
+                SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=leader.rank.made.source is None),
+            )
+        )
     while leader.has_work():
         for message in leader.step():
             if isinstance(message, Failed):
@@ -67,6 +73,16 @@ def speed(leader: Leader, batches: Sequence[int], short: int = 32, long: int = 2
     return figures
 
 
+def profile(leader: Leader, batch: int) -> str:
+    """Where the GPU's time goes in decode steps of `batch` requests: kernels by their sum."""
+    vocab, noise = leader.rank.made.model.vocab_size, random.Random(1)
+    requests = [([noise.randrange(vocab) for _ in range(128)], 24) for _ in range(batch)]
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as traced:
+        generate(leader, requests)
+    return traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=60)
+
+
 def answers(leader: Leader) -> dict[str, list[int]]:
     """Tokens of each text case of the miniature."""
     from transformers import AutoTokenizer
@@ -83,6 +99,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--ratio", default="")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64, 128])
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels to time")
     parser.add_argument("--out", type=Path, required=True)
     for name in ("dtype", "device", "kernels"):
         parser.add_argument(f"--{name}", default="auto")
@@ -108,6 +125,9 @@ def main() -> None:
     begin_s = time.monotonic()
     result["result"] = speed(leader, args.batches) if args.what == "speed" else answers(leader)
     result["took_s"] = time.monotonic() - begin_s
+    if args.profile:
+        tables = [f"batch {batch}\n{profile(leader, batch)}" for batch in args.profile]
+        args.out.with_suffix(".profile.txt").write_text("\n".join(tables))
     leader.stop()
     args.out.write_text(json.dumps(result))
 

@@ -29,7 +29,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
-from shardwise.engine.runner import PageTables, Runner
+from shardwise.engine.runner import Runner
+from shardwise.engine.tables import PageTables
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
@@ -198,7 +199,10 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     caches = allocate(made.model, made.caches, limits.pages, limits.rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
-    return Rank(made, ctx, Runner(model, caches, tables, ctx), limits)
+    runner = Runner(model, caches, tables, ctx)
+    if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton":
+        runner.capture()
+    return Rank(made, ctx, runner, limits)
 
 
 class Leader:

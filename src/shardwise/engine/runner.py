@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from shardwise.engine.engine import StepLogits
+from shardwise.engine.graphs import DecodeGraphs
 from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.tables import PageTables
 from shardwise.kernels.sequences import Sequences
 from shardwise.models.qwen3_5 import LayerCache, Model
 from shardwise.parallel.context import RankContext
@@ -25,29 +27,6 @@ class Batch:
     positions_T: torch.Tensor
     seqs: Sequences
     logit_rows_L: torch.Tensor
-
-
-class PageTables:
-    """Which pages each row's request has, on the host: followers rebuild it from plans alone."""
-
-    def __init__(self, rows: int, max_pages: int, page_tokens: int) -> None:
-        self.pages = np.zeros((rows, max_pages), dtype=np.int32)
-        self.counts = [0] * rows
-        self.page_tokens = page_tokens
-
-    def update(self, chunk: Chunk) -> None:
-        """Take in the chunk's new pages, after forgetting the row if the request starts over."""
-        if chunk.start == 0:
-            self.counts[chunk.row] = 0
-        held = self.counts[chunk.row]
-        self.pages[chunk.row, held : held + len(chunk.new_pages)] = chunk.new_pages
-        self.counts[chunk.row] = held + len(chunk.new_pages)
-
-    def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
-        """Where keys and values of these positions go: page * page_tokens + offset."""
-        return self.pages[row, positions // self.page_tokens].astype(np.int64) * self.page_tokens + (
-            positions % self.page_tokens
-        )
 
 
 def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.device) -> Batch:
@@ -105,6 +84,12 @@ class Runner:
     def __init__(self, model: Model, caches: Sequence[LayerCache], tables: PageTables, ctx: RankContext) -> None:
         self.model, self.caches, self.tables, self.ctx = model, caches, tables, ctx
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
+        self.graphs: DecodeGraphs | None = None
+
+    def capture(self) -> None:
+        """Make decode steps graphs; every rank at the same time."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.tables, self.last_tokens, self.ctx)
+        self.graphs.capture_all()
 
     def run(self, plan: StepPlan) -> StepLogits | None:
         """First rank: one step on all ranks. None if the plan has no chunk."""
@@ -130,6 +115,8 @@ class Runner:
         """Logits [L, V] of the chunks that want any."""
         for chunk in chunks:
             self.tables.update(chunk)
+        if self.graphs and all(chunk.count == 1 and chunk.sample for chunk in chunks):
+            return self.graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
         last_T = self.last_tokens[(-batch.tokens_T).clamp(min=0)]
         tokens_T = torch.where(batch.tokens_T < 0, last_T, batch.tokens_T)

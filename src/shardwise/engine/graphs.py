@@ -1,0 +1,130 @@
+"""Decode steps as CUDA graphs: one launch for the whole model, by the number of requests and their longest context.
+
+Legend: B requests of a graph (padded with row 0), P pages of its longest context, V vocabulary.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwise.engine.plan import Chunk
+from shardwise.engine.tables import PageTables
+from shardwise.kernels.sequences import Sequences
+from shardwise.models.qwen3_5 import LayerCache, Model
+from shardwise.parallel.context import RankContext
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LENGTHS = (4096, 32768, 262144)  # tokens; a graph's launch grids are made for its longest
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a graph reads from: `wide_3B` int64 (token or -row, position, KV slot), `narrow_X` int32, split as views."""
+
+    wide_3B: torch.Tensor
+    narrow_X: torch.Tensor
+    seqs: Sequences
+
+    @classmethod
+    def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
+        pages = -(-length // page_tokens)
+        wide_3B = torch.zeros(3, size, dtype=torch.int64, device=device)
+        narrow_X = torch.zeros(size * (2 + pages), dtype=torch.int32, device=device)
+        context_S, rows_S, pages_X = narrow_X.split((size, size, size * pages))
+        seqs = Sequences(
+            starts_S1=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_S=context_S,
+            state_rows_S=rows_S,
+            pages_SP=pages_X.view(size, pages),
+            kv_slots_T=wide_3B[2],
+            decodes=size,
+            max_query=1,
+            max_length=length,
+        )
+        return cls(wide_3B, narrow_X, seqs)
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    logits_BV: torch.Tensor  # written anew by each replay
+
+
+class DecodeGraphs:
+    """Captured on first use of a size and a length, or by `capture_all`; every rank captures and replays alike."""
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[LayerCache],
+        tables: PageTables,
+        last_tokens: torch.Tensor,
+        ctx: RankContext,
+    ) -> None:
+        self.model, self.caches, self.tables, self.last_tokens, self.ctx = model, caches, tables, last_tokens, ctx
+        rows, longest = len(tables.counts) - 1, tables.pages.shape[1] * tables.page_tokens
+        self.sizes = [size for size in SIZES if size < rows] + [rows]
+        self.lengths = [length for length in LENGTHS if length < longest] + [longest]
+        self.captured: dict[tuple[int, int], Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def capture_all(self) -> None:
+        """Capture every size at the shortest length and the smallest sizes at all; largest first, to share memory."""
+        for length in self.lengths:
+            for size in reversed(self.sizes if length == self.lengths[0] else self.sizes[:4]):
+                self._get(size, length)
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits [len(chunks), V] of chunks of one token each; overwritten by the next run."""
+        longest = max(chunk.start for chunk in chunks) + 1
+        size = self.sizes[bisect_left(self.sizes, len(chunks))]
+        captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)])
+        self._fill(captured.inputs, chunks)
+        captured.graph.replay()
+        return captured.logits_BV[: len(chunks)]
+
+    def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
+        size, pages = inputs.seqs.pages_SP.shape
+        count = len(chunks)
+        rows = np.fromiter((chunk.row for chunk in chunks), np.int64, count)
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
+        wide = np.zeros((3, size), np.int64)
+        wide[0, :count] = [chunk.tokens[0] if chunk.tokens else -chunk.row for chunk in chunks]
+        wide[1, :count] = starts
+        wide[2, :count] = self.tables.slots(rows, starts)
+        narrow = np.zeros(size * (2 + pages), np.int32)
+        narrow[:count] = starts
+        narrow[size : size + count] = rows
+        narrow[2 * size :].reshape(size, pages)[:count] = self.tables.pages[rows, :pages]
+        for host, device in ((wide, inputs.wide_3B), (narrow, inputs.narrow_X)):
+            device.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+
+    def _get(self, size: int, length: int) -> Captured:
+        if (size, length) not in self.captured:
+            self.captured[size, length] = self._capture(size, length)
+        return self.captured[size, length]
+
+    @torch.inference_mode()
+    def _capture(self, size: int, length: int) -> Captured:
+        inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
+        every_B = torch.arange(size, device=self.ctx.device)
+
+        def step() -> torch.Tensor:
+            tokens_B = inputs.wide_3B[0]
+            tokens_B = torch.where(tokens_B < 0, self.last_tokens[(-tokens_B).clamp(min=0)], tokens_B)
+            return self.model(tokens_B, inputs.wide_3B[1], inputs.seqs, self.caches, every_B)
+
+        # Once outside the graph on the stream that captures, so that compilers and communicators set themselves up.
+        stream = torch.cuda.Stream(self.ctx.device)
+        stream.wait_stream(torch.cuda.current_stream(self.ctx.device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            logits_BV = step()
+        return Captured(graph, inputs, logits_BV)
