@@ -5,7 +5,6 @@ Mapped pages that were used are handed back to the kernel every `RESIDENT_BYTES`
 process's resident memory.
 """
 
-import json
 import mmap
 import os
 import threading
@@ -13,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from shardwise.config import ConfigError, read_json
@@ -40,13 +40,22 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint: its file, its dtype by safetensors' name, its shape and its bytes."""
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a checkpoint: its file, its dtype by safetensors' name, its shape, its bytes and where they begin."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    offset_bytes: int = 0
+
+
+class _Raw(msgspec.Struct, gc=False):
+    """An entry of a header. There may be 100,000, hence no garbage collection of them."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 class Source(Protocol):
@@ -63,18 +72,13 @@ class Source(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
 
-class _Entry(NamedTuple):
-    info: TensorInfo
-    offset_bytes: int  # in the file
-
-
 class CheckpointIndex:
     """The tensors of a checkpoint by name; `bytes_read` counts the headers and every slice that was read.
 
     Pickles as the headers alone; files are mapped when first read.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, _Entry], header_bytes: int) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, TensorInfo], header_bytes: int) -> None:
         self.folder = folder
         self.device = torch.device("cpu")
         self.bytes_read = header_bytes
@@ -100,21 +104,20 @@ class CheckpointIndex:
         files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{folder}: no *.safetensors file in it; download the weights or use --load-format dummy")
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, TensorInfo] = {}
         header_bytes = 0
         for file in files:
             found, size = read_header(folder / file)
             header_bytes += size
-            for name, entry in found.items():
-                if name in entries:
-                    raise ConfigError(
-                        f"{folder / file}: tensor {name!r} is in {entries[name].info.file} too; expected in one file, "
-                        "so remove the stray file"
-                    )
-                entries[name] = _Entry(entry.info._replace(file=file), entry.offset_bytes)
+            for name in found.keys() & entries.keys():
+                raise ConfigError(
+                    f"{folder / file}: tensor {name!r} is in {entries[name].file} too; expected in one file, "
+                    "so remove the stray file"
+                )
+            entries |= found
         for name, file in listed.items():
-            if name not in entries or entries[name].info.file != file:
-                where = f"is in {entries[name].info.file}" if name in entries else "is in no file"
+            if name not in entries or entries[name].file != file:
+                where = f"is in {entries[name].file}" if name in entries else "is in no file"
                 raise ConfigError(
                     f"{folder / INDEX_FILE}: tensor {name!r} {where}, expected in {file}; download that file again"
                 )
@@ -137,10 +140,10 @@ class CheckpointIndex:
 
     def info(self, name: str) -> TensorInfo:
         """Raises ConfigError if the checkpoint lacks `name`."""
-        entry = self._entries.get(name)
-        if entry is None:
+        info = self._entries.get(name)
+        if info is None:
             raise ConfigError(f"{self.folder}: tensor {name!r} is missing; is the download complete?")
-        return entry.info
+        return info
 
     def read(self, name: str, src: tuple[slice, ...]) -> torch.Tensor:
         """A view of the file, one slice per axis (none for a scalar), in the file's dtype, on the CPU.
@@ -152,7 +155,7 @@ class CheckpointIndex:
             raise ConfigError(f"{self.folder / info.file}: tensor {name!r} is {info.dtype}, which cannot be read")
         if not info.nbytes:
             return torch.empty(info.shape, dtype=DTYPES[info.dtype])[src]
-        count, offset = prod(info.shape), self._entries[name].offset_bytes
+        count, offset = prod(info.shape), info.offset_bytes
         with self._lock:
             mapped = self._map(info.file)
         whole = torch.frombuffer(mapped, dtype=DTYPES[info.dtype], count=count, offset=offset)
@@ -194,7 +197,7 @@ def _listed(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_header(path: Path) -> tuple[dict[str, _Entry], int]:
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], int]:
     """The tensors of one safetensors file, and the bytes of its header. Raises ConfigError if it is not whole."""
     try:
         with path.open("rb") as file:
@@ -208,32 +211,31 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], int]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        header = json.loads(text)
+        header = msgspec.json.decode(text, type=dict[str, _Raw])
         header.pop("__metadata__", None)
-        entries = {name: _entry(path.name, raw, 8 + size) for name, raw in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        entries = {name: _info(path.name, raw, 8 + size) for name, raw in header.items()}
+    except (msgspec.MsgspecError, ValueError):
         raise ConfigError(f"{path}: its header is garbage, not safetensors' JSON; download it again") from None
     _check_extent(path, entries.items(), 8 + size, total)
     return entries, 8 + size
 
 
-def _entry(file: str, raw: Mapping[str, Any], base: int) -> _Entry:
-    start, stop = raw["data_offsets"]
-    shape = tuple(raw["shape"])
-    if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *shape)):
+def _info(file: str, raw: _Raw, base: int) -> TensorInfo:
+    start, stop = raw.data_offsets
+    if not raw.dtype or start < 0 or any(size < 0 for size in raw.shape):
         raise ValueError(raw)
-    return _Entry(TensorInfo(file, str(raw["dtype"]), shape, stop - start), base + start)
+    return TensorInfo(file, raw.dtype, raw.shape, stop - start, base + start)
 
 
-def _check_extent(path: Path, entries: Iterable[tuple[str, _Entry]], base: int, total: int) -> None:
+def _check_extent(path: Path, entries: Iterable[tuple[str, TensorInfo]], base: int, total: int) -> None:
     """Tensors must follow one another without a gap, be as long as their shapes say, and end with the file."""
     at = base
-    for name, (info, offset) in sorted(entries, key=lambda item: (item[1].offset_bytes, item[1].info.nbytes)):
+    for name, info in sorted(entries, key=lambda item: (item[1].offset_bytes, item[1].nbytes)):
         expected = prod(info.shape) * DTYPES[info.dtype].itemsize if info.dtype in DTYPES else info.nbytes
-        if offset != at or info.nbytes != expected:
+        if info.offset_bytes != at or info.nbytes != expected:
             raise ConfigError(
-                f"{path}: tensor {name!r} is {info.nbytes} bytes at {offset}, expected {expected} at {at} for "
-                f"{info.dtype} {list(info.shape)}; download it again"
+                f"{path}: tensor {name!r} is {info.nbytes} bytes at {info.offset_bytes}, expected {expected} at {at} "
+                f"for {info.dtype} {list(info.shape)}; download it again"
             )
         at += info.nbytes
     if at != total:
