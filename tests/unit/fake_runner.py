@@ -68,7 +68,7 @@ class FakeRank:
 
 
 class FakeRunner:
-    """Two ranks that see nothing but plans and committed tokens. `poison`: sequences whose logits are not numbers."""
+    """Two ranks that see plans and committed tokens only. `poison`: beginnings after which logits are not numbers."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -78,7 +78,8 @@ class FakeRunner:
         self.awaiting: list[int] = []
 
     def logits(self, history: tuple[int, ...]) -> list[float]:
-        return [float("nan")] * VOCAB if history in self.poison else list(model(history))
+        poisoned = any(history[: len(start)] == start for start in self.poison)
+        return [float("nan")] * VOCAB if poisoned else list(model(history))
 
     def run(self, plan: StepPlan) -> StepLogits | None:
         assert not self.awaiting, "the last step's tokens were never shared"

@@ -199,6 +199,18 @@ def test_prompt_logprobs_come_once_whatever_the_chunks(overlap: bool, budget: in
     assert answer(serving.said["one"]).prompt_logprobs == []
 
 
+def test_prompt_logprobs_of_a_prompt_preempted_half_way_come_once():
+    limits = replace(WIDE, pages=11, page_tokens=1, max_num_batched_tokens=2, max_model_len=11)
+    long = generate("long", 8, prompt_logprobs=0, max_tokens=2, ignore_eos=True)
+    serving = Serving(limits).run(generate("old", [1], max_tokens=10, ignore_eos=True), long)
+    assert serving.engine.stats().preemptions == 1
+    restarts = [
+        plan.step for plan in serving.runner.plans for chunk in plan.chunks if chunk.row == 2 and not chunk.start
+    ]
+    assert restarts[0] < 9, "before the prompt was done"
+    assert answer(serving.said["long"]) == answer(Serving().run(long).said["long"])
+
+
 def test_prompts_whose_logits_are_not_finite_fail():
     serving = Serving()
     serving.runner.poison.add((1, 2))

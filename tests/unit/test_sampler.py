@@ -134,6 +134,19 @@ def test_noise_is_gumbel_over_a_wide_vocabulary():
     assert len(noise.unique()) > 230_000
 
 
+def test_the_winners_noise_is_fine_grained():
+    zero = torch.tensor([[0]])
+    noise = gumbel(zero, zero, zero, torch.arange(2_000_000).unsqueeze(0))[0]
+    assert len(noise.topk(100).values.unique()) == 100
+
+
+@pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
+def test_noise_is_finite_at_the_ends(bits: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardwise.engine.noise._mix", lambda x: torch.full_like(x, bits))
+    zero = torch.tensor([[0]])
+    assert gumbel(zero, zero, zero, zero).isfinite().all()
+
+
 def test_seeds_differ_in_every_bit():
     ids, base = torch.arange(64).unsqueeze(0), 0x0123456789ABCDEF
     rows = [split_seed(base ^ (1 << bit)) for bit in range(64)] + [split_seed(base)]
@@ -245,6 +258,14 @@ def test_slots_are_used_again():
         sampler.forget(request)
     assert sampler._counts._tables is not None
     assert len(sampler._counts._tables[0]) == 4
+
+
+def test_a_slot_keeps_nothing_of_its_last_request():
+    sampler, logits = Sampler(), torch.tensor([[4.0, 3.0, 1.0]])
+    first, second = make(0, [0], repetition_penalty=3.0), make(1, [2], repetition_penalty=3.0)
+    assert draw(sampler, logits, [first]) == [1]
+    sampler.forget(first)
+    assert draw(sampler, logits, [second]) == [0]
 
 
 def test_state_lost_and_found():
