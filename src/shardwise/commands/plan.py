@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cache.budget import GIB, affordable_pages, sequences
+from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint, blueprint, device_memory
 from shardwise.shard import ParamSpec, Partitions, local_bytes, table
@@ -136,6 +137,7 @@ def memory(text: str, ranks: int, device_memory: Sequence[int]) -> list[int]:
 
 def run(args: argparse.Namespace, serve: ServeConfig) -> int:
     """Print the plan of `serve`; `args` has `memory` and `json`."""
+    serve = resolve_model(serve)
     made = blueprint(serve)
     plan = make_plan(
         serve,
