@@ -22,11 +22,12 @@ LENGTHS = (4096, 32768, 262144)  # tokens; a graph's launch grids are made for i
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a graph reads from: `wide_3B` int64 (token or -row, position, KV slot), `narrow_X` int32, split as views."""
+    """Where a graph reads from: wide_3B int64 (token or -row, position, KV slot); narrow_X int32, seen through seqs."""
 
     wide_3B: torch.Tensor
     narrow_X: torch.Tensor
     seqs: Sequences
+    logit_rows_B: torch.Tensor  # all; kept here because a graph keeps only addresses
 
     @classmethod
     def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
@@ -44,7 +45,7 @@ class Inputs:
             max_query=1,
             max_length=length,
         )
-        return cls(wide_3B, narrow_X, seqs)
+        return cls(wide_3B, narrow_X, seqs, torch.arange(size, device=device))
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, length: int) -> Captured:
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
-        every_B = torch.arange(size, device=self.ctx.device)
 
         def step() -> torch.Tensor:
             tokens_B = inputs.wide_3B[0]
             tokens_B = torch.where(tokens_B < 0, self.last_tokens[(-tokens_B).clamp(min=0)], tokens_B)
-            return self.model(tokens_B, inputs.wide_3B[1], inputs.seqs, self.caches, every_B)
+            return self.model(tokens_B, inputs.wide_3B[1], inputs.seqs, self.caches, inputs.logit_rows_B)
 
         # Once outside the graph on the stream that captures, so that compilers and communicators set themselves up.
         stream = torch.cuda.Stream(self.ctx.device)
