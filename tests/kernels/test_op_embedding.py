@@ -39,6 +39,8 @@ def test_a_cpu_gets_the_reference_and_triton_only_to_interpret(monkeypatch):
     cpu = torch.device("cpu")
     assert select("auto", cpu).name == "reference"
     assert select("reference", torch.device("cuda")).name == "reference"
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    assert select("triton", cpu).name == "triton"
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     with pytest.raises(ConfigError, match="need a GPU"):
         select("triton", cpu)

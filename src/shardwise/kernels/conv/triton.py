@@ -2,9 +2,7 @@
 
 Legend: T tokens of the step, S sequences, C channels, W taps, R rows of state.
 """
-
-# Pyright takes kernels for functions of numbers.
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The gated delta rule in Triton for sequences of one token: each program holds a part of one state."""
-
-# Pyright takes kernels for functions of numbers.
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from collections.abc import Iterator
 from typing import Any

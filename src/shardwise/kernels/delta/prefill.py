@@ -2,9 +2,7 @@
 
 Legend: P tokens of prompts, V value heads, M tokens of a block, and as in reference.py.
 """
-
-# Pyright takes kernels for functions of numbers.
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalSubscript=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
 from typing import Any
