@@ -54,7 +54,7 @@ COUNT = number(1, float("inf"))
 
 
 def ratio(text: str) -> tuple[str, tuple[float, ...]]:
-    """`5,3` for all groups of dimensions, or `experts=5,3` for one. Zero is a rank that owns nothing of the group."""
+    """`5,3` for all groups of dimensions, or `expert=5,3` for one. Zero is a rank that owns nothing of the group."""
     match = RATIO_GROUP.fullmatch(text)
     group, weights = (match["group"], match["weights"]) if match else ("", text)
     try:
@@ -62,7 +62,7 @@ def ratio(text: str) -> tuple[str, tuple[float, ...]]:
     except ValueError:
         parsed = ()
     if not parsed or not all(0 <= weight < float("inf") for weight in parsed) or not sum(parsed):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of weights such as 5,3 or experts=5,3")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of weights such as 5,3 or expert=5,3")
     return group, parsed
 
 

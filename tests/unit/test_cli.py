@@ -32,25 +32,17 @@ def test_the_model_by_any_name(arguments: list[str]):
 
 def test_all_flags_reach_the_config():
     text = (
-        "m --tp 2 --ratio 5,3 --ratio experts=1,0 --device cpu --dtype float32 --load-format dummy --kernels reference "
+        "m --tp 2 --ratio 5,3 --ratio expert=1,0 --device cpu --dtype float32 --load-format dummy --kernels reference "
         "--comm torch --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 "
         "--kv-tokens 500 --page-tokens 16 --seed 7 --host 0.0.0.0 --port 0 --served-model-name a b --api-key k "
-<<<<<<< HEAD
         "--drain-seconds 2.5 --log-level debug --no-graphs --reasoning-parser none --max-body-bytes 1000"
-=======
-        "--drain-seconds 2.5 --log-level debug --reasoning-parser none --max-body-bytes 1000"
->>>>>>> server
     )
     assert config_of(*text.split()) == ServeConfig(
-        model="m", ranks=2, ratio=(5, 3), group_ratios={"experts": (1, 0)}, device="cpu", dtype="float32",
+        model="m", ranks=2, ratio=(5, 3), group_ratios={"expert": (1, 0)}, device="cpu", dtype="float32",
         load_format="dummy", kernels="reference", comm="torch", max_model_len=100, max_num_seqs=4,
         max_num_batched_tokens=64, gpu_memory_utilization=0.5, kv_tokens=500, page_tokens=16, seed=7, host="0.0.0.0",
         port=0, served_model_name=("a", "b"), api_key="k", drain_seconds=2.5, log_level="debug",
-<<<<<<< HEAD
         graphs=False, reasoning_parser="none", max_body_bytes=1000,
-=======
-        reasoning_parser="none", max_body_bytes=1000,
->>>>>>> server
     )  # fmt: skip
     assert all(f"--{name.replace('_', '-')}" in text for name in {*ServeConfig.__struct_fields__, "no-graphs"} - {
         "model", "ranks", "group_ratios", "graphs",
@@ -73,7 +65,7 @@ def test_a_ratio_says_how_many_ranks():
         ("--tp 0", "'0' is not a whole number of 1 or more"),
         ("--tp two", "'two' is not a whole number"),
         ("--tp 3 --ratio 5,3", "--ratio 5,3: 2 weights for 3 ranks"),
-        ("--tp 2 --ratio experts=1,2,3", "--ratio experts=1,2,3: 3 weights for 2 ranks"),
+        ("--tp 2 --ratio expert=1,2,3", "--ratio expert=1,2,3: 3 weights for 2 ranks"),
         ("--ratio 5,x", "'5,x' is not a list of weights"),
         ("--ratio 0,0", "'0,0' is not a list of weights"),
         ("--ratio 5,-3", "'5,-3' is not a list of weights"),
