@@ -2,6 +2,7 @@
 
 Legend: T tokens, O out, K in, R rows of a program, C chunks of V elements, S splits of K.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch.nn.functional import linear as torch_linear
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.linear.geometry import linears
+from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
     ROWS,
@@ -201,11 +202,10 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
             chosen = stream_config(of, tokens)
             constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk}
             yield CompileCase(_stream_kernel, signature(_stream_kernel, constexprs, kinds), constexprs, chosen.warps, 1)
-        for shared_kib in (64, 99, 227) if of.kind else ():
-            target = Target(native_fp8, shared_kib)
-            for config in {tiled_config(of, tokens, target) for tokens in (16, 32, 64, 1024)}:
-                out = "*fp32" if config.splits > 1 else "*bf16"
-                step = -(-of.layout[3] // config.BK // config.splits) * config.BK
-                constexprs = {"W": of.layout, "BO": config.BO, "BT": config.BT, "BK": config.BK, "SPLIT_K": step}
-                signed = signature(_tiled_kernel, constexprs, kinds | {"out": out})
-                yield CompileCase(_tiled_kernel, signed, constexprs, config.warps, config.stages, shared_kib * 1024)
+        sizes = (16, 64, 1024) if of.kind else ()
+        choices = per_card(lambda card, of=of, sizes=sizes: [tiled_config(of, n, card) for n in sizes], native_fp8)
+        for config, shared_bytes in choices:
+            step = -(-of.layout[3] // config.BK // config.splits) * config.BK
+            constexprs = {"W": of.layout, "BO": config.BO, "BT": config.BT, "BK": config.BK, "SPLIT_K": step}
+            signed = signature(_tiled_kernel, constexprs, kinds | {"out": "*fp32" if config.splits > 1 else "*bf16"})
+            yield CompileCase(_tiled_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)

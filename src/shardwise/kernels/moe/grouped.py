@@ -3,6 +3,7 @@
 The grid is that of the worst case, so that the host need not know how many tokens an expert has.
 Legend: T tokens, E experts, k experts a token, H hidden, I intermediate, M = T * k pairs.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalSubscript=false
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.linear.geometry import banks
+from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
 
@@ -217,16 +218,16 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     constexprs = {"TOP_K": 8, "BK": 8, "BLOCK": 1024}
     yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
     for up, down in banks(native_fp8):
-        for shared_kib in (64, 99, 227):
-            for BT in (16, 32, 64, 128):
-                config = grouped_config(up.of, BT, Target(native_fp8, shared_kib), 2)
-                tile = {"W": up.of.layout, "BE": 256, "BT": BT, "BK": config.BK}
-                constexprs = tile | {"TOP_K": 8, "BI": config.BO // 2}
-                kernel = grouped_gate_up_kernel
-                signed = signature(kernel, constexprs, types | up.types)
-                yield CompileCase(kernel, signed, constexprs, config.warps, config.stages, shared_kib * 1024)
-                config = grouped_config(down.of, BT, Target(native_fp8, shared_kib), 2)
-                constexprs = tile | {"W": down.of.layout, "BK": config.BK, "BO": config.BO}
-                kernel = grouped_down_kernel
-                signed = signature(kernel, constexprs, types | down.types)
-                yield CompileCase(kernel, signed, constexprs, config.warps, config.stages, shared_kib * 1024)
+        for config, shared_bytes in per_card(lambda card, of=up.of: _configs(of, card), native_fp8):
+            tile = {"W": up.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK}
+            constexprs = tile | {"TOP_K": 8, "BI": config.BO // 2}
+            signed = signature(grouped_gate_up_kernel, constexprs, types | up.types)
+            yield CompileCase(grouped_gate_up_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
+        for config, shared_bytes in per_card(lambda card, of=down.of: _configs(of, card), native_fp8):
+            constexprs = {"W": down.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK, "BO": config.BO}
+            signed = signature(grouped_down_kernel, constexprs, types | down.types)
+            yield CompileCase(grouped_down_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
+
+
+def _configs(bank: Operand, card: Target) -> list[Grouped]:
+    return [grouped_config(bank, BT, card, 2) for BT in (16, 32, 64, 128)]

@@ -2,6 +2,7 @@
 
 Legend: T tokens, k experts a token, H hidden, I intermediate, M = T * k pairs, R rows of a program, C chunks of V.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
 

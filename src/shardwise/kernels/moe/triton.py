@@ -4,6 +4,7 @@ Nothing waits for the host, and sums have a fixed order (no atomics), so that re
 Legend: T tokens, E experts of this rank, k experts a token, H hidden, I intermediate, M = T * k pairs of token and
 expert, C chunks of V elements, R rows of a program.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterator
 
