@@ -5,7 +5,7 @@ goes onto the result). One set of helpers serves all formats; what differs is co
 
 Legend: B batch of rows, R rows, C chunks of V consecutive elements of `in`, O out, K in, T tokens, E experts.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 from math import gcd
@@ -193,7 +193,7 @@ def scale_at(pointers, mask, CODE: tl.constexpr, INVERT: tl.constexpr, NATIVE_FP
     raw = tl.load(pointers, mask=mask, other=0)
     scale = e4m3(raw, NATIVE_FP8).to(tl.float32) if CODE else raw.to(tl.float32)
     if INVERT:
-        scale = tl.where(mask, 1.0 / scale, 0.0)
+        scale = tl.where(mask, 1.0 / tl.where(mask, scale, 1.0), 0.0)
     return scale
 
 

@@ -3,7 +3,7 @@
 The grid is that of the worst case, so that the host need not know how many tokens an expert has.
 Legend: T tokens, E experts, k experts a token, H hidden, I intermediate, M = T * k pairs.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from collections.abc import Iterator
 from dataclasses import dataclass
