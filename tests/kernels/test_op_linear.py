@@ -11,6 +11,7 @@ import torch
 
 from shardwise.kernels.linear import reference
 from shardwise.kernels.linear import triton as fast
+from shardwise.kernels.linear import w8a8
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.shard import Partition, Segment
 from tests.kernels.weights import FORMATS, cut_weight, make_weight, sources_of, spec_of
@@ -169,6 +170,37 @@ def test_formats_without_kernels_are_named():
     )
     with pytest.raises(TypeError, match="w: kernels take one such scale"):
         operand(twice, True)
+
+
+@pytest.mark.parametrize("form", [form for form in QUANTISED if form.startswith("fp8")])
+@pytest.mark.parametrize(("tokens", "shape"), [(7, (40, 208)), (70, (67, 96)), (3, (5, 64))])
+@pytest.mark.usefixtures("poison")
+def test_fp8_activations(form, tokens, shape, device):
+    """Exactly the reference's rounding, which is close to no rounding; a token of zeros stays one."""
+    weight, x = make_weight(shape, form, device=device), randn(tokens, shape[1]).to(device)
+    x[2] = 0
+    assert w8a8.fits(weight)
+    expected = reference.linear_w8a8(x, weight)
+    assert 1e-3 < relative(expected, reference.linear(x, weight)) < 5e-2
+    for target in (SMALL, NATIVE):
+        got = w8a8.linear(x, weight, target=target)
+        assert relative(got, expected) < 1e-6
+        assert not got[2].any()
+
+
+def test_codes_of_activations_are_rounded_as_torch_does(device):
+    x = torch.cat((randn(6, 256) ** 5, torch.arange(1024.0).view(4, 256) / 37, randn(2, 256) * 1e-3)).to(device)
+    codes, scales = reference.quantise_tokens(x, 64)
+    got, got_scales = torch.empty(12, 256, dtype=torch.uint8, device=device), torch.empty(12, 4, device=device)
+    w8a8.quantise_kernel[(12, 4)](x, 256, got, got_scales, 256, 64, 448.0)
+    assert torch.equal(got_scales, scales)
+    assert torch.equal(got.view(torch.float8_e4m3fn).float(), codes.float())
+
+
+def test_fp8_activations_of_nothing(device):
+    for tokens, rows, columns in ((0, 16, 32), (3, 0, 32), (3, 16, 0)):
+        weight = make_weight((rows, columns), "fp8_block", device=device)
+        assert w8a8.linear(randn(tokens, columns).to(device), weight).shape == (tokens, rows)
 
 
 COMPILE_NATIVE = """

@@ -14,6 +14,7 @@ from torch.nn.functional import linear as torch_linear
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear import w8a8
 from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
@@ -136,9 +137,9 @@ def tiled_config(of: Operand, tokens: int, target: Target, x_bytes: int = 2) -> 
     return Tiled(BO, BT, BK, warps, stages, splits)
 
 
-def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor) -> None:
+def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor, config: Stream) -> None:
     """Writes x @ weight.T for a few tokens."""
-    tokens, config = x_TK.shape[0], stream_config(of, x_TK.shape[0])
+    tokens = x_TK.shape[0]
     _stream_kernel[(triton.cdiv(of.layout[2], config.R),)](
         x_TK, x_TK.stride(0), *of.tensors(), out_TO, tokens, of.layout, power_of_two(tokens), config.R, config.C,
         of.chunk, num_warps=config.warps,
@@ -178,7 +179,7 @@ def linear(
     of = operand(weight, target.native_fp8)
     if tokens <= STREAM_TOKENS:
         out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
-        stream(x_TK, of, out_TO)
+        stream(x_TK, of, out_TO, stream_config(of, tokens))
         return out_TO.view(shape)
     if of.kind == 0:
         return _library(x_TK, weight.plain, out_dtype).view(shape)
@@ -196,6 +197,8 @@ def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """Every configuration for linears of real models; native_fp8: for devices with e4m3 in hardware only."""
+    if native_fp8:
+        yield from w8a8.compile_cases()
     for of, types in linears(native_fp8):
         kinds = types | {"x": "*bf16", "out": "*bf16"}
         for tokens in (1, 2, 4):

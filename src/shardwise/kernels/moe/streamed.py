@@ -13,7 +13,7 @@ import triton.language as tl
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, chunk_sums, coarse_scale
-from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.linear.triton import Stream, power_of_two
 
 
 @triton.jit
@@ -71,16 +71,16 @@ def down_kernel(
     tl.store(out + row * W[ROWS] + o_1R, y_1R, mask=o_1R < W[ROWS])
 
 
-def gate_up_config(bank: Operand) -> tuple[int, int, int]:
-    """R, C, warps: pairs of rows so that each thread has some 8 loads of 16 bytes under way."""
+def gate_up_config(bank: Operand) -> Stream:
+    """Pairs of rows so that each thread has some 8 loads of 16 bytes under way."""
     C = min(power_of_two(bank.layout[3] // bank.chunk), 256)
-    return max(1, min(512 // C, 4)), C, 4
+    return Stream(max(1, min(512 // C, 4)), C, 4)
 
 
-def down_config(bank: Operand, top_k: int) -> tuple[int, int, int]:
-    """R, C, warps; the experts of a token count as rows."""
+def down_config(bank: Operand, top_k: int) -> Stream:
+    """The experts of a token count as rows."""
     C = min(power_of_two(bank.layout[3] // bank.chunk), 128)
-    return max(1, min(2048 // C // power_of_two(top_k), 8)), C, 4
+    return Stream(max(1, min(2048 // C // power_of_two(top_k), 8)), C, 4)
 
 
 def moe(
@@ -91,20 +91,22 @@ def moe(
     weights_Tk: torch.Tensor,
     first_expert: int,
     experts: int,
+    up_config: Stream | None = None,
+    config: Stream | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of the experts' outputs -> [T, H] fp32."""
+    """The weighted sum of the experts' outputs -> [T, H] fp32. up_config and config (of down) are for tuning."""
     (tokens, top_k), (hidden, width) = ids_Tk.shape, down_bank.layout[2:4]
     act_MI = torch.empty((tokens * top_k, width), dtype=x_TH.dtype, device=x_TH.device)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=x_TH.device)
-    R, C, warps = gate_up_config(up_bank)
-    gate_up_kernel[(tokens * top_k, triton.cdiv(width, R))](
-        x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, ids_Tk, first_expert, experts, top_k, up_bank.layout, R, C,
-        up_bank.chunk, num_warps=warps,
+    up = up_config or gate_up_config(up_bank)
+    gate_up_kernel[(tokens * top_k, triton.cdiv(width, up.R))](
+        x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, ids_Tk, first_expert, experts, top_k, up_bank.layout, up.R,
+        up.C, up_bank.chunk, num_warps=up.warps,
     )  # fmt: skip
-    R, C, warps = down_config(down_bank, top_k)
-    down_kernel[(tokens, triton.cdiv(hidden, R))](
+    down = config or down_config(down_bank, top_k)
+    down_kernel[(tokens, triton.cdiv(hidden, down.R))](
         act_MI, *down_bank.tensors(), out_TH, ids_Tk, weights_Tk, first_expert, experts, top_k, power_of_two(top_k),
-        down_bank.layout, R, C, down_bank.chunk, num_warps=warps,
+        down_bank.layout, down.R, down.C, down_bank.chunk, num_warps=down.warps,
     )  # fmt: skip
     return out_TH
 
@@ -113,11 +115,11 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     """Both kernels for the banks of real models."""
     types = {"x": "*bf16", "act": "*bf16", "out": "*fp32", "ids": "*i32", "weights": "*fp32"}
     for up, down in banks(native_fp8):
-        R, C, warps = gate_up_config(up.of)
-        constexprs = {"TOP_K": 8, "W": up.of.layout, "R": R, "C": C, "V": up.of.chunk}
+        chosen = gate_up_config(up.of)
+        constexprs = {"TOP_K": 8, "W": up.of.layout, "R": chosen.R, "C": chosen.C, "V": up.of.chunk}
         signed = signature(gate_up_kernel, constexprs, types | up.types)
-        yield CompileCase(gate_up_kernel, signed, constexprs, warps, 1)
-        R, C, warps = down_config(down.of, 8)
-        constexprs = {"TOP_K": 8, "BK": 8, "W": down.of.layout, "R": R, "C": C, "V": down.of.chunk}
+        yield CompileCase(gate_up_kernel, signed, constexprs, chosen.warps, 1)
+        chosen = down_config(down.of, 8)
+        constexprs = {"TOP_K": 8, "BK": 8, "W": down.of.layout, "R": chosen.R, "C": chosen.C, "V": down.of.chunk}
         signed = signature(down_kernel, constexprs, types | down.types)
-        yield CompileCase(down_kernel, signed, constexprs, warps, 1)
+        yield CompileCase(down_kernel, signed, constexprs, chosen.warps, 1)
