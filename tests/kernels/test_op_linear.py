@@ -1,4 +1,5 @@
 """Linears of every format: the reference against plain loops, cuts against the whole, Triton against the reference."""
+# pyright: reportArgumentType=false
 
 import json
 import os
@@ -9,9 +10,8 @@ from itertools import product
 import pytest
 import torch
 
-from shardwise.kernels.linear import reference
+from shardwise.kernels.linear import reference, w8a8
 from shardwise.kernels.linear import triton as fast
-from shardwise.kernels.linear import w8a8
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.shard import Partition, Segment
 from tests.kernels.weights import FORMATS, cut_weight, make_weight, sources_of, spec_of

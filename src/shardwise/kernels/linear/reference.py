@@ -64,7 +64,7 @@ def linear(x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = N
 def quantise_tokens(x_TI: torch.Tensor, group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations as e4m3, with one scale for each `group` elements of a token.
 
-    -> codes_TI, scales_TG fp32 with x = code * scale. A scale is the group's largest magnitude / 448, 1 where that is 0.
+    -> codes_TI, scales_TG fp32 with x = code * scale. A scale is the group's largest magnitude / 448, or 1.
     """
     tokens, columns = x_TI.shape
     groups = -(-columns // group)

@@ -67,7 +67,7 @@ def w8a8_kernel(
     t_T = tl.program_id(0) // tiles_O * BT + tl.arange(0, BT)
     ok_O, ok_T, e = o_O < W[ROWS], t_T < tokens, tl.program_id(0) * 0
     acc = tl.zeros((BO, BT), tl.float32)
-    for group in range(0, (K + G - 1) // G):
+    for group in range((K + G - 1) // G):
         k_K = group * G + tl.arange(0, G)
         x_at = (t_T.to(tl.int64) * K)[None, :] + k_K[:, None]
         w_at = (o_O.to(tl.int64) * K)[:, None] + k_K[None, :]
