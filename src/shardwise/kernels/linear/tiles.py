@@ -5,6 +5,7 @@ goes onto the result). One set of helpers serves all formats; what differs is co
 
 Legend: B batch of rows, R rows, C chunks of V consecutive elements of `in`, O out, K in, T tokens, E experts.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 from math import gcd
@@ -18,7 +19,8 @@ from shardwise.shard import Local
 
 PLAIN = tl.constexpr(0)
 FP8 = tl.constexpr(1)
-FP4 = tl.constexpr(2)
+FP4 = tl.constexpr(2)  # bytes of two codes
+FP4_WORDS = tl.constexpr(3)  # words of eight, where rows and scales allow it
 
 # Indices into W, the layout that kernels are compiled for.
 KIND = tl.constexpr(0)
@@ -76,7 +78,7 @@ class Operand:
     @property
     def chunk(self) -> int:
         """Consecutive elements of `in` that a thread takes at a time: 16 bytes at most, under one fine scale."""
-        most = 16 // self.value.element_size()
+        most = 16 if self.kind else 16 // self.value.element_size()
         return gcd(most, self.layout[3], self.layout[4])
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,6 +105,8 @@ def operand(weight: Weight, native_fp8: bool) -> Operand:
     kind = {"U8": 2, "F8_E4M3": 1}.get(value[0].stored.dtype, 0)
     if kind == 2 and value[0].block[-1] != 2:
         raise TypeError(f"{weight.spec.sources[0]}: codes packed in blocks of {value[0].block}; kernels unpack (1, 2)")
+    if kind == 2 and gcd(weight.shape[-1], fine[0].block[-1] if fine else 0) % 8 == 0:
+        kind = 3
     inverse = sum(bit for bit, part in ((1, fine), (2, coarse)) if part and part[0].stored.role == "inverse_scale")
     layout = (
         kind,
@@ -117,7 +121,7 @@ def operand(weight: Weight, native_fp8: bool) -> Operand:
         _expert_rows(weight, coarse[0]) if coarse else 0,
         inverse,
     )
-    spare = _bytes_view(value[1])
+    spare = value[1].view(torch.int32) if kind == 3 else _bytes_view(value[1])
     return Operand(spare, _bytes_view(fine[1]) if fine else spare, coarse[1] if coarse else spare, layout)
 
 
@@ -148,15 +152,39 @@ def e4m3(code, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
-def e2m1_halves(code):
-    """The two e2m1 values of each byte, low nibble first, in fp16 and divided by 2 ** 14.
+def e2m1_of_bytes(code):
+    """The two e2m1 values of each byte, low nibble first: [.., N] -> [.., N, 2] in fp16, divided by 2 ** 14.
 
     Sign, exponent and fraction are moved to their places; the smaller exponent bias of e2m1 is made good by the caller.
     """
     wide = code.to(tl.uint16)
     low = (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True)
     high = (((wide & 128) << 8) | ((wide & 112) << 5)).to(tl.float16, bitcast=True)
-    return low, high
+    return tl.join(low, high)
+
+
+@triton.jit
+def _pair(word, SIGN: tl.constexpr, REST: tl.constexpr):
+    """Two nibbles, four apart, as the halves of a word in fp16 -> the lower, the upper."""
+    rest = word << REST if REST >= 0 else word >> -REST
+    both = ((word << SIGN) & 0x80008000) | (rest & 0x0E000E00)
+    lower = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return lower, (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def e2m1_of_words(code):
+    """The eight e2m1 values of each word, lowest nibble first: [.., N] -> [.., N, 2, 2, 2], as e2m1_of_bytes.
+
+    Half the instructions: two codes are moved at a time.
+    """
+    word = code.to(tl.uint32, bitcast=True)
+    v0, v4 = _pair(word, 12, 9)
+    v1, v5 = _pair(word, 8, 5)
+    v2, v6 = _pair(word, 4, 1)
+    v3, v7 = _pair(word, 0, -3)
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    return tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
 
 
 @triton.jit
@@ -165,7 +193,7 @@ def scale_at(pointers, mask, CODE: tl.constexpr, INVERT: tl.constexpr, NATIVE_FP
     raw = tl.load(pointers, mask=mask, other=0)
     scale = e4m3(raw, NATIVE_FP8).to(tl.float32) if CODE else raw.to(tl.float32)
     if INVERT:
-        scale = tl.where(mask, 1.0 / scale, 0.0)
+        scale = tl.where(mask, 1.0 / tl.where(mask, scale, 1.0), 0.0)
     return scale
 
 
@@ -190,62 +218,65 @@ def coarse_scale(coarse, e, o, mask, W: tl.constexpr):
 
 
 @triton.jit
-def chunk_sums(x_BCV, value, fine, e_BR, o_BR, ok_BR, c_C, V: tl.constexpr, W: tl.constexpr):
-    """Sums over each chunk of weight * x, fine scales included -> [.., R, C] fp32; x in fp32.
+def chunk_sums(x_CBV, value, fine, e_BR, o_BR, ok_BR, c_C, V: tl.constexpr, W: tl.constexpr):
+    """Sums over each chunk of weight * x, fine scales included -> [C, .., R] fp32; x in fp32.
 
-    Every thread sums its own chunks, so that a scale is applied once to V products. Chunks past the end, and rows that
-    are not `ok`, are 0.
+    Every thread sums its own chunks, so that a scale is applied once to V products. Chunks come first, for Triton gives
+    the threads of a warp to the first axis. Chunks past the end, and rows that are not `ok`, are 0.
     """
     K: tl.constexpr = W[COLUMNS]
+    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1  # values of a stored element
     row_BR = e_BR.to(tl.int64) * W[ROWS] + o_BR
-    ok_BRC = ok_BR[:, :, None] & (c_C < K // V)[None, None, :]
-    if W[KIND] == FP4:
-        HALF: tl.constexpr = V // 2
-        at = (row_BR * (K // 2))[:, :, None] + (c_C * HALF)[None, None, :]
-        code = tl.load(value + (at[:, :, :, None] + tl.arange(0, HALF)), mask=ok_BRC[:, :, :, None], other=0)
-        low, high = e2m1_halves(code)
-        w_BRCV = tl.reshape(tl.join(low, high), (code.shape[0], code.shape[1], code.shape[2], V)).to(tl.float32)
+    ok_CBR = (c_C < K // V)[:, None, None] & ok_BR[None, :, :]
+    at = (c_C * (V // PER))[:, None, None] + (row_BR * (K // PER))[None, :, :]
+    raw = tl.load(value + (at[:, :, :, None] + tl.arange(0, V // PER)), mask=ok_CBR[:, :, :, None], other=0)
+    if PER > 1:
+        code = e2m1_of_words(raw) if PER == 8 else e2m1_of_bytes(raw)
+        w_CBRV = tl.reshape(code, (raw.shape[0], raw.shape[1], raw.shape[2], V)).to(tl.float32)
     else:
-        at = (row_BR * K)[:, :, None] + (c_C * V)[None, None, :]
-        raw = tl.load(value + (at[:, :, :, None] + tl.arange(0, V)), mask=ok_BRC[:, :, :, None], other=0)
-        w_BRCV = (e4m3(raw, W[NATIVE]) if W[KIND] == FP8 else raw).to(tl.float32)
-    sums = tl.sum(w_BRCV * x_BCV[:, None, :, :], 3)
+        w_CBRV = (e4m3(raw, W[NATIVE]) if W[KIND] == FP8 else raw).to(tl.float32)
+    sums = tl.sum(w_CBRV * x_CBV[:, :, None, :], 3)
     if W[FINE] > 0:
-        at = fine_row(e_BR, o_BR, W)[:, :, None] + (c_C * V // W[FINE])[None, None, :]
-        sums *= scale_at(fine + at, ok_BRC, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
-    return sums * 16384.0 if W[KIND] == FP4 else sums
+        at = (c_C * V // W[FINE])[:, None, None] + fine_row(e_BR, o_BR, W)[None, :, :]
+        sums *= scale_at(fine + at, ok_CBR, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
+    return sums * 16384.0 if PER > 1 else sums
 
 
 @triton.jit
 def weight_tile(value, fine, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.constexpr, dtype, W: tl.constexpr):
-    """Rows o of expert e, columns k0 .. k0 + BK -> [BO, BK] in `dtype`; with fine scales if SCALED. 0 where masked."""
+    """Rows o of expert e, columns k0 .. k0 + BK -> [BO, BK] in `dtype`; with fine scales if SCALED. 0 where masked.
+
+    Values of e2m1 come divided by 128: times e4m3 scales, fp16 then holds them exactly.
+    """
     K: tl.constexpr = W[COLUMNS]
+    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1
     row_O = e.to(tl.int64) * W[ROWS] + o_O
-    if W[KIND] == FP4:
-        half_K = k0 // 2 + tl.arange(0, BK // 2)
-        mask = ok_O[:, None] if K % BK == 0 else ok_O[:, None] & (half_K < K // 2)[None, :]
-        code = tl.load(value + (row_O * (K // 2))[:, None] + half_K[None, :], mask=mask, other=0)
-        low, high = e2m1_halves(code)
-        w = tl.reshape(tl.join(low, high), (code.shape[0], BK)) * 16384.0
+    k_K = k0 // PER + tl.arange(0, BK // PER)
+    mask = ok_O[:, None] if K % BK == 0 else ok_O[:, None] & (k_K < K // PER)[None, :]
+    raw = tl.load(value + (row_O * (K // PER))[:, None] + k_K[None, :], mask=mask, other=0)
+    if PER > 1:
+        code = e2m1_of_words(raw) if PER == 8 else e2m1_of_bytes(raw)
+        w = tl.reshape(code, (raw.shape[0], BK))
     else:
-        k_K = k0 + tl.arange(0, BK)
-        mask = ok_O[:, None] if K % BK == 0 else ok_O[:, None] & (k_K < K)[None, :]
-        raw = tl.load(value + (row_O * K)[:, None] + k_K[None, :], mask=mask, other=0)
         w = e4m3(raw, W[NATIVE]) if W[KIND] == FP8 else raw
     if SCALED:
-        PER: tl.constexpr = W[FINE] if BK % W[FINE] == 0 else 1
-        g_G = k0 + tl.arange(0, BK // PER) * PER
+        UNDER: tl.constexpr = W[FINE] if BK % W[FINE] == 0 else 1
+        g_G = k0 + tl.arange(0, BK // UNDER) * UNDER
         at = fine_row(e, o_O, W)[:, None] + (g_G // W[FINE])[None, :]
-        mask = ok_O[:, None] & (g_G < K)[None, :]
-        s_OG = scale_at(fine + at, mask, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
-        if W[KIND] == FP4 and W[FINE_CODE] and W[INVERSE] % 2 == 0:  # e2m1 * e4m3 is exact in fp16
+        ok = ok_O[:, None] & (g_G < K)[None, :]
+        s_OG = scale_at(fine + at, ok, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
+        if PER > 1:
+            s_OG *= 128.0
+        if PER > 1 and W[FINE_CODE] and W[INVERSE] % 2 == 0:
             s_OG = s_OG.to(tl.float16)
         else:
             w = w.to(tl.float32)
-        if PER > 1:
-            w = tl.reshape(tl.reshape(w, (w.shape[0], BK // PER, PER)) * s_OG[:, :, None], (w.shape[0], BK))
+        if UNDER > 1:
+            w = tl.reshape(tl.reshape(w, (w.shape[0], BK // UNDER, UNDER)) * s_OG[:, :, None], (w.shape[0], BK))
         else:
             w = w * s_OG
+    elif PER > 1:
+        w = w * 128.0
     return w.to(dtype)
 
 
@@ -270,4 +301,4 @@ def tile_product(x, x_row_T, x_ok_T, value, fine, e, o_O, ok_O, k_start, k_stop,
             acc += tl.dot(w_OK, x_KT, input_precision="ieee") * s_O[:, None]
         else:
             acc = tl.dot(w_OK, x_KT, acc, input_precision="ieee")
-    return acc
+    return acc * 128.0 if W[KIND] >= FP4 else acc

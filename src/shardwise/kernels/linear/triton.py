@@ -2,10 +2,10 @@
 
 Legend: T tokens, O out, K in, R rows of a program, C chunks of V elements, S splits of K.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -13,10 +13,12 @@ import triton.language as tl
 from torch.nn.functional import linear as torch_linear
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear import w8a8
+from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
     ROWS,
-    Layout,
     Operand,
     Target,
     chunk_sums,
@@ -40,14 +42,14 @@ def _stream_kernel(
     o_R = tl.program_id(0) * R + tl.arange(0, R)
     ok_R = o_R < W[ROWS]
     e_1R = tl.zeros((1, R), tl.int32)
-    sums_TRC = tl.zeros((T, R, C), tl.float32)
+    sums_CTR = tl.zeros((C, T, R), tl.float32)
     for first in range(0, K // V, C):
         c_C = first + tl.arange(0, C)
-        at = (t_T.to(tl.int64) * x_stride)[:, None, None] + (c_C * V)[None, :, None] + tl.arange(0, V)[None, None, :]
-        ok = (t_T < tokens)[:, None, None] & (c_C < K // V)[None, :, None]
-        x_TCV = tl.load(x + at, mask=ok, other=0).to(tl.float32)
-        sums_TRC += chunk_sums(x_TCV, value, fine, e_1R, o_R[None, :], ok_R[None, :], c_C, V, W)
-    y_TR = tl.sum(sums_TRC, 2) * coarse_scale(coarse, e_1R, o_R[None, :], ok_R[None, :], W)
+        at = (c_C * V)[:, None, None] + (t_T.to(tl.int64) * x_stride)[None, :, None] + tl.arange(0, V)[None, None, :]
+        ok = (c_C < K // V)[:, None, None] & (t_T < tokens)[None, :, None]
+        x_CTV = tl.load(x + at, mask=ok, other=0).to(tl.float32)
+        sums_CTR += chunk_sums(x_CTV, value, fine, e_1R, o_R[None, :], ok_R[None, :], c_C, V, W)
+    y_TR = tl.sum(sums_CTR, 0) * coarse_scale(coarse, e_1R, o_R[None, :], ok_R[None, :], W)
     at = t_T.to(tl.int64)[:, None] * W[ROWS] + o_R[None, :]
     tl.store(out + at, y_TR.to(out.dtype.element_ty), mask=(t_T < tokens)[:, None] & ok_R[None, :])
 
@@ -135,9 +137,9 @@ def tiled_config(of: Operand, tokens: int, target: Target, x_bytes: int = 2) -> 
     return Tiled(BO, BT, BK, warps, stages, splits)
 
 
-def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor) -> None:
+def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor, config: Stream) -> None:
     """Writes x @ weight.T for a few tokens."""
-    tokens, config = x_TK.shape[0], stream_config(of, x_TK.shape[0])
+    tokens = x_TK.shape[0]
     _stream_kernel[(triton.cdiv(of.layout[2], config.R),)](
         x_TK, x_TK.stride(0), *of.tensors(), out_TO, tokens, of.layout, power_of_two(tokens), config.R, config.C,
         of.chunk, num_warps=config.warps,
@@ -177,7 +179,7 @@ def linear(
     of = operand(weight, target.native_fp8)
     if tokens <= STREAM_TOKENS:
         out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
-        stream(x_TK, of, out_TO)
+        stream(x_TK, of, out_TO, stream_config(of, tokens))
         return out_TO.view(shape)
     if of.kind == 0:
         return _library(x_TK, weight.plain, out_dtype).view(shape)
@@ -191,3 +193,22 @@ def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype
     if x_TK.dtype == weight_OK.dtype and out_dtype == torch.float32 and x_TK.is_cuda:
         return torch.mm(x_TK, weight_OK.T, out_dtype=out_dtype)
     return torch_linear(x_TK.float(), weight_OK.float()).to(out_dtype)
+
+
+def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
+    """Every configuration for linears of real models; native_fp8: for devices with e4m3 in hardware only."""
+    if native_fp8:
+        yield from w8a8.compile_cases()
+    for of, types in linears(native_fp8):
+        kinds = types | {"x": "*bf16", "out": "*bf16"}
+        for tokens in (1, 2, 4):
+            chosen = stream_config(of, tokens)
+            constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk}
+            yield CompileCase(_stream_kernel, signature(_stream_kernel, constexprs, kinds), constexprs, chosen.warps, 1)
+        sizes = (16, 64, 1024) if of.kind else ()
+        choices = per_card(lambda card, of=of, sizes=sizes: [tiled_config(of, n, card) for n in sizes], native_fp8)
+        for config, shared_bytes in choices:
+            step = -(-of.layout[3] // config.BK // config.splits) * config.BK
+            constexprs = {"W": of.layout, "BO": config.BO, "BT": config.BT, "BK": config.BK, "SPLIT_K": step}
+            signed = signature(_tiled_kernel, constexprs, kinds | {"out": "*fp32" if config.splits > 1 else "*bf16"})
+            yield CompileCase(_tiled_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)

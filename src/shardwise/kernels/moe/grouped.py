@@ -1,15 +1,19 @@
-"""Routed experts for many tokens: pairs of token and expert are sorted by expert, and each expert reads its weights once.
+"""Routed experts for many tokens: pairs of token and expert are sorted by expert, which reads its weights once.
 
 The grid is that of the worst case, so that the host need not know how many tokens an expert has.
 Legend: T tokens, E experts, k experts a token, H hidden, I intermediate, M = T * k pairs.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
 
@@ -203,3 +207,27 @@ def moe(
         num_warps=4,
     )  # fmt: skip
     return out_TH
+
+
+def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
+    """All kernels for the banks of real models, with what each size of shared memory allows."""
+    types = dict.fromkeys(("ids", "order", "starts"), "*i32") | {"weights": "*fp32", "out": "*fp32"}
+    types |= dict.fromkeys(("x", "act", "y"), "*bf16")
+    constexprs = {"BM": 32, "BN": 256}
+    yield CompileCase(rank_kernel, signature(rank_kernel, constexprs, types), constexprs, 4, 1)
+    constexprs = {"TOP_K": 8, "BK": 8, "BLOCK": 1024}
+    yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
+    for up, down in banks(native_fp8):
+        for config, shared_bytes in per_card(lambda card, of=up.of: _configs(of, card), native_fp8):
+            tile = {"W": up.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK}
+            constexprs = tile | {"TOP_K": 8, "BI": config.BO // 2}
+            signed = signature(grouped_gate_up_kernel, constexprs, types | up.types)
+            yield CompileCase(grouped_gate_up_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
+        for config, shared_bytes in per_card(lambda card, of=down.of: _configs(of, card), native_fp8):
+            constexprs = {"W": down.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK, "BO": config.BO}
+            signed = signature(grouped_down_kernel, constexprs, types | down.types)
+            yield CompileCase(grouped_down_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
+
+
+def _configs(bank: Operand, card: Target) -> list[Grouped]:
+    return [grouped_config(bank, BT, card, 2) for BT in (16, 32, 64, 128)]

@@ -4,12 +4,16 @@ Nothing waits for the host, and sums have a fixed order (no atomics), so that re
 Legend: T tokens, E experts of this rank, k experts a token, H hidden, I intermediate, M = T * k pairs of token and
 expert, C chunks of V elements, R rows of a program.
 """
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.moe import grouped, streamed
@@ -108,3 +112,15 @@ def _meeting(x_TH: torch.Tensor, *banks: Operand) -> torch.Tensor:
     """x in fp32 if a plain bank has another type than x, and x itself otherwise."""
     unlike = any(bank.kind == 0 and bank.value.dtype != x_TH.dtype for bank in banks)
     return x_TH.float() if unlike else x_TH
+
+
+def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
+    """Every configuration for 35B-A3B's experts; native_fp8: for devices with e4m3 in hardware only."""
+    constexprs = {"TOP_K": 8, "BE": 256, "BK": 8}
+    types = {"logits": "*fp32", "weights": "*fp32", "ids": "*i32"}
+    yield CompileCase(route_kernel, signature(route_kernel, constexprs, types), constexprs, 1, 1)
+    constexprs = {"BLOCK": 512}
+    types = {"gate_up": "*bf16", "out": "*bf16"}
+    yield CompileCase(silu_mul_kernel, signature(silu_mul_kernel, constexprs, types), constexprs, 4, 1)
+    yield from streamed.compile_cases(native_fp8)
+    yield from grouped.compile_cases(native_fp8)
