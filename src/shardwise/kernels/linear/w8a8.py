@@ -3,7 +3,7 @@
 Activations are rounded per token and group of `in`, the weight's own block, so that both scales of a step are constant.
 Legend: T tokens, O out, K in, G groups of K.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 
 from collections.abc import Iterator
 
