@@ -23,12 +23,12 @@ HEAD = """\
 Written by `python docs/sharding.py` from the specs that the layers declare; a test holds it to them. The model is
 Qwen3.6-35B-A3B with made-up bf16 weights (`benchmarks/geometry/qwen3.6-35b-a3b`), experts stacked as published.
 
-A **group** is a set of dimensions that are cut together: one `Partition` of its units over the ranks holds for all of its
-weights, caches and states. An **axis** is written `segment size/grain`: a grain (a head, say) is never parted, segments that
-follow one another on an axis are each cut in the same proportion, and the cut axis is in bold. A **shared** segment is held by
-every rank whose units touch it, so neighbours may hold the same key-value head. A weight without a group is on every rank.
-Cuts of the last axis leave partial sums, which an all-reduce adds up; `src/shardwise/shard.py` says the rest,
-and `shardwise plan MODEL --tp N` what each rank of a split holds.
+A **group** is a set of dimensions that are cut together: one `Partition` of its units over the ranks holds for all of
+its weights, caches and states. An **axis** is written `segment size/grain`: a grain (a head, say) is never parted,
+segments that follow one another on an axis are each cut in the same proportion, and the cut axis is in bold. A
+**shared** segment is held by every rank whose units touch it, so neighbours may hold the same key-value head. A weight
+without a group is on every rank. Cuts of the last axis leave partial sums, which an
+all-reduce adds up; `src/shardwise/shard.py` says the rest, and `shardwise plan MODEL --tp N` what each rank holds.
 """
 
 

@@ -117,7 +117,7 @@ class Stored:
     block: extent on the last axes (on those before: 1). 0 is all of an axis, of size 1 in the checkpoint; None is all
     of an axis that the checkpoint lacks: [out, 1] is (1, 0), [out] is (1, None), a scalar is (None, None).
     role: an element of the weight is its value times all scales, divided by all inverse scales, that stand for it;
-    an input scale is for a kernel that quantises activations. Packed U8 values are pairs of e2m1 codes, low nibble first.
+    an input scale is for a kernel that quantises activations. Packed U8 values: pairs of e2m1 codes, low nibble first.
     packed: a stored element holds the codes of its block, which no cut may part. Otherwise it is one value for its
     block, and a cut inside repeats it on both sides, in smaller blocks.
     """

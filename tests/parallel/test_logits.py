@@ -47,7 +47,7 @@ def prefill_plans(prompt: Sequence[int], pages: Pages, row: int, chunk: int) -> 
 
 def mixed_plans(prompts: dict[int, list[int]], pages: Pages) -> Plans:
     """All prompts at once, each in chunks of a size of its own, so that steps mix decodes with chunks of prompts."""
-    sizes = {row: size for row, size in zip(prompts, (1, 7, 2, 30, 64), strict=False)}
+    sizes = dict(zip(prompts, (1, 7, 2, 30, 64), strict=False))
     at, plans = dict.fromkeys(prompts, 0), Plans()
     while any(at[row] < len(prompt) for row, prompt in prompts.items()):
         step = [

@@ -1,4 +1,4 @@
-"""How much of what memory becomes what: rows of state first, then pages of KV cache. Every rank must afford the same."""
+"""How much of what memory becomes what: rows of state first, then pages of KV cache. Every rank affords the same."""
 
 from dataclasses import dataclass
 
@@ -73,9 +73,9 @@ def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seq
         )
     if pages < 1 or (serve.max_model_len and pages < per_request):
         raise ConfigError(
-            f"a request of {serve.max_model_len or size} tokens needs {per_request if serve.max_model_len else 1} pages "
-            f"of KV cache and {max(pages, 0)} fit; lower --max-model-len or --max-num-seqs, raise "
-            "--gpu-memory-utilization or --kv-tokens, or use more ranks"
+            f"a request of {serve.max_model_len or size} tokens needs "
+            f"{per_request if serve.max_model_len else 1} pages of KV cache and {max(pages, 0)} fit; "
+            "lower --max-model-len or --max-num-seqs, raise --gpu-memory-utilization or --kv-tokens, or use more ranks"
         )
     return Budget(
         max_num_seqs=max_num_seqs,

@@ -178,7 +178,8 @@ async def announce(config: ServeConfig, client: EngineClient, listener: socket.s
         )  # fmt: skip
         while client.ready is ready:
             await asyncio.sleep(0.5)
-        logger.warning("the engine stopped; waiting for it to restart")
+        if not client.draining:
+            logger.warning("the engine stopped; waiting for it to restart")
 
 
 def run_in_group(config: ServeConfig, environment: RankEnvironment, engine: str) -> int:

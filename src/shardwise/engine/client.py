@@ -24,6 +24,7 @@ from shardwise.engine.messages import (
     ToEngine,
     Tokens,
 )
+from shardwise.engine.request import RequestRefused
 from shardwise.engine.wire import FrameError, FromEngineReader, pack
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,6 @@ class EngineFailed(RuntimeError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-
-
-class RequestRefused(ValueError):
-    """The request can never be served as it is (HTTP 400). `param` names the field at fault, if one is."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
 
 
 class EngineClient:

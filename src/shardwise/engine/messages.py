@@ -67,7 +67,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """New tokens of a request. The last message of a request has a finish_reason; a stop token is not among `tokens`."""
+    """New tokens of a request. The last message of one has a finish_reason; a stop token is not among `tokens`."""
 
     id: str
     tokens: list[int]

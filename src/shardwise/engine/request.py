@@ -10,7 +10,7 @@ SEED_MASK = (1 << 64) - 1
 
 
 class RequestRefused(ValueError):
-    """The request can never be served as it is. `param` names the field of the API at fault."""
+    """The request can never be served as it is (HTTP 400). `param` names the field of the API at fault, if one is."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -45,7 +45,8 @@ class Linear:
         self, weights: Mapping[str, Weight], name: str, ctx: RankContext, out_dtype: torch.dtype | None = None
     ) -> None:
         one = weights.get(name)
-        self.parts = [one] if one else [weights[key] for key in sorted(weights) if key.startswith(f"{name}.")]
+        apart = sorted(int(key.removeprefix(f"{name}.")) for key in weights if key.startswith(f"{name}."))
+        self.parts = [one] if one else [weights[f"{name}.{n}"] for n in apart]
         if not self.parts:
             raise KeyError(name)
         self.ops, self.out_dtype = ctx.ops, out_dtype

@@ -1,7 +1,7 @@
 """Collectives between the ranks of one group, behind one small interface.
 
-Data goes over the device's backend (NCCL or RCCL; Gloo on CPUs), step plans always over Gloo, so that a plan can be sent
-while the device works.
+Data goes over the device's backend (NCCL or RCCL; Gloo on CPUs), step plans always over Gloo, so that a plan can be
+sent while the device works.
 """
 
 import struct
@@ -142,8 +142,8 @@ def connect(device: torch.device, timeout_s: float = 120.0) -> TorchCommunicator
         prove(comm, device)
     except (dist.DistError, RuntimeError) as error:
         raise ConfigError(
-            f"the ranks could not talk over {backend} within {timeout_s:.0f} s: {str(error).splitlines()[0]}; check that "
-            "all are on one network and, for NCCL, that each has a GPU of its own (NCCL_DEBUG=INFO says more)"
+            f"the ranks could not talk over {backend} within {timeout_s:.0f} s: {str(error).splitlines()[0]}; check "
+            "that all are on one network and, for NCCL, that each has a GPU of its own (NCCL_DEBUG=INFO says more)"
         ) from error
     return comm
 
