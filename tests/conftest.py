@@ -12,6 +12,8 @@ if not torch.cuda.is_available():  # to be said before anything imports Triton, 
 from tests.poison import poisoned
 from tests.ranks import Ranks
 
+torch.set_num_threads(1)  # the tensors are small, and ranks run beside
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:

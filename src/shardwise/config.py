@@ -250,11 +250,19 @@ def rank_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
 
 
 def launcher_environment(ranks: int) -> dict[str, str]:
-    """The environment of a group of `ranks` on this host: ours, with the CPU's cores divided among them if not set.
+    """The environment of a group of `ranks` on this host: ours, with the CPU's threads of each rank if not set.
 
     The launcher's own store outlives a group, so a group that is started again could meet by the addresses of the dead
     one; with sharing off, every group has a store of its own.
     """
     environment = {**os.environ, STORE_PER_GROUP: "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(rank_threads(ranks)))
     return environment
+
+
+def rank_threads(ranks: int) -> int:
+    """Threads of each of `ranks` ranks of this host: an even share of its cores, but one for the API process.
+
+    Threads that wait for each other at every small operation are several times slower where even one lacks a core.
+    """
+    return max(1, ((os.cpu_count() or 1) - 1) // ranks)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
@@ -51,7 +50,6 @@ def generate(
 
     arrive_every: steps between two arrivals; 0: all at once.
     """
-    torch.set_num_threads(1)
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):

@@ -27,5 +27,4 @@ def logits(
     """The logits of each plan, whose chunks are given as the fields of Chunk."""
     config = ServeConfig(ranks=world, device="cpu", **serve)
     one = built(rank, world, group, msgspec.json.encode(config))
-    torch.set_num_threads(1)
     return [one.runner.forward([Chunk(*fields) for fields in chunks]) for chunks in plans]

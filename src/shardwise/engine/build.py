@@ -1,7 +1,6 @@
 """From options to a running rank: the blueprint (no tensor yet), then weights, caches, a first real step."""
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardwise.config import (
     RankEnvironment,
     ServeConfig,
     load_model_config,
+    rank_threads,
     read_json,
 )
 from shardwise.engine.engine import Engine
@@ -101,9 +101,9 @@ def device_memory(device_type: str, ranks: int, utilization: float) -> list[int]
 
 
 def place(environment: RankEnvironment, device_type: str) -> torch.device:
-    """This rank's device; on CPUs the ranks of a host share its cores evenly."""
+    """This rank's device; on CPUs the ranks of a host share its cores, or take the fewer that OMP_NUM_THREADS says."""
     if device_type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world))
+        torch.set_num_threads(min(torch.get_num_threads(), rank_threads(environment.local_world)))
         return torch.device("cpu")
     if environment.local_rank >= torch.cuda.device_count():
         raise ConfigError(
