@@ -162,7 +162,9 @@ def make_parser() -> Parser:
     made["plan"].add_argument(
         "--memory", default="", metavar="24GiB[,16GiB]", help="of each rank, not the devices' own"
     )
-    made["plan"].add_argument("--requests", type=COUNT, default=0, metavar="N", help="decoded at once, with a context each")
+    made["plan"].add_argument(
+        "--requests", type=COUNT, default=0, metavar="N", help="decoded at once, with a context each"
+    )
     made["plan"].add_argument("--html", type=Path, metavar="FILE", help="write a page there too")
     made["verify"].add_argument("--max-tokens", type=COUNT, default=32, help="of each answer (default 32)")
     made["chat"].add_argument("--url", help="of a running server, such as http://127.0.0.1:8000; no model is started")

@@ -10,6 +10,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 USABLE_TOKENS = 2048  # of KV cache: with fewer than these, or than the longest request, nothing is served
 STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is ours to choose
+LEAST_SEQS = 8  # requests at once that are not given up for a longer context
 CPU_SHARE = 0.25  # of available host memory that caches may take
 
 
@@ -40,12 +41,17 @@ class Budget:
         return (self.pages - 1) * self.page_tokens
 
 
-def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int) -> int:
-    """How many requests may run at once: the user's number, or the device's default while its rows fit."""
+def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int, request_bytes: int = 0) -> int:
+    """How many requests may run at once: the user's number, or the device's default while its rows fit.
+
+    request_bytes: of the KV cache of the longest request, for which many rows make way.
+    """
     if serve.max_num_seqs:
         return serve.max_num_seqs
     count = DEFAULTS[device_type].max_num_seqs
     while count > 1 and (count + 1) * row_bytes > free_bytes * STATE_SHARE:
+        count //= 2
+    while count > LEAST_SEQS and (count + 1) * row_bytes + request_bytes > free_bytes:
         count //= 2
     return count
 
@@ -78,7 +84,9 @@ def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seq
     pages = min(pages - 1, wanted)
     usable = min(longest, USABLE_TOKENS, serve.kv_tokens or longest)
     if serve.kv_tokens and pages < wanted:
-        fits = f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and"
+        fits = (
+            f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and"
+        )
         fits = f"{fits} {max_num_seqs} rows of state"
         if pages * size < usable:
             raise ConfigError(f"{fits}; lower it, or --max-num-seqs, or use more ranks")

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint, device_kind
 from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage
 from shardwise.parallel.choice import Candidate, budget_bytes
-from shardwise.parallel.devices import Device, Machine, size_bytes
+from shardwise.parallel.devices import UNKNOWN, Device, Machine, size_bytes
 from shardwise.shard import ParamSpec, Partitions, local_bytes, table
 
 CLASSES = (
@@ -43,7 +43,6 @@ COLORS = {
 }  # fmt: skip
 BAR_CELLS = 60
 SHOWN = 12  # candidates
-
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,18 @@ def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, ran
 def make_plan(decision: Decision, requests: int) -> Plan:
     """The plan of what was decided, with room for the state of `requests` requests or as many as the engine would take."""
     serve, made, best, used = decision.serve, decision.made, decision.choice.best, decision.used
-    caches, partitions, known = made.caches, made.partitions, decision.machine.devices[0].read_bytes_per_s > 0
+    caches, partitions, known = made.caches, made.partitions, decision.machine.known
     weights = [weights_by_class(made.specs, partitions, rank) for rank in range(best.ranks)]
     memory = [max(budget_bytes(used, rank, decision.problem.needs), 0) for rank in range(best.ranks)]
     free = [have - sum(held.values()) for have, held in zip(memory, weights, strict=True)]
     rows = [caches.row_bytes(partitions, rank) for rank in range(best.ranks)]
     asked = msgspec.structs.replace(serve, max_num_seqs=serve.max_num_seqs or requests)
-    seqs = min(sequences(asked, made.device_type, have, row) for have, row in zip(free, rows, strict=True))
     page_sizes = [caches.page_bytes(partitions, rank) for rank in range(best.ranks)]
+    longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
+    seqs = min(
+        sequences(asked, made.device_type, have, row, longest_pages * size)
+        for have, row, size in zip(free, rows, page_sizes, strict=True)
+    )
     pages = [
         affordable_pages(have, (seqs + 1) * row, size) for have, row, size in zip(free, rows, page_sizes, strict=True)
     ]
@@ -247,25 +250,27 @@ def plain_machine(serve: ServeConfig, memory_text: str) -> Machine:
     """Devices whose speed is not known: of `--memory`, or parts of this host's memory."""
     ranks = serve.ranks or 1
     if memory_text:
-        return Machine(tuple(Device(f"{size / GIB:.1f} GiB", size, 0, 0) for size in memory(memory_text, ranks)))
-    here = Device("part of this host", psutil.virtual_memory().available, 0, 0, index=0)
+        return Machine(
+            tuple(Device(f"{size / GIB:.1f} GiB", size, UNKNOWN, UNKNOWN) for size in memory(memory_text, ranks))
+        )
+    here = Device("part of this host", psutil.virtual_memory().available, UNKNOWN, UNKNOWN, index=0)
     return Machine((here,) * ranks)
 
 
 def decision_of(serve: ServeConfig, memory_text: str, requests: int, hardware: Hardware) -> Decision:
     """What the engine would choose. Raises ConfigError."""
     facts = bool(serve.gpu_spec or serve.device_profile)
-    kind = "cuda" if facts or memory_text else device_kind(serve)
+    kind = "cuda" if facts else device_kind(serve)
     if not any(Path(serve.model).glob("*.safetensors")) and serve.load_format == "auto":
         serve = msgspec.structs.replace(serve, load_format="dummy")  # config.json says all that a plan needs
     if memory_text and not facts:
-        decision = choose_for(serve, plain_machine(serve, memory_text), "cpu" if device_kind(serve) == "cpu" else "cuda")
-        needs = replace(decision.problem.needs, utilization=1.0, reserve_bytes=0)
-        return replace(decision, problem=replace(decision.problem, needs=needs))
+        return choose_for(serve, plain_machine(serve, memory_text), device_kind(serve), requests or 1, exact=True)
     machine = machine_of(serve, kind, hardware)
     if machine is None and kind == "cuda":
         machine = machine_of(msgspec.structs.replace(serve, gpu=("0",)), kind, hardware)
-    return choose_for(serve, machine or plain_machine(serve, ""), kind, requests or 1)
+    if machine is None:
+        return choose_for(serve, plain_machine(serve, ""), kind, requests or 1, exact=True)
+    return choose_for(serve, machine if machine.known else hardware.measured(machine.devices), kind, requests or 1)
 
 
 def run(args: argparse.Namespace, serve: ServeConfig, hardware: Hardware | None = None) -> int:

@@ -64,7 +64,7 @@ def _bars(plan: Mapping[str, Any]) -> str:
         )
         rows.append(
             f"<p>rank {rank['rank']}: {escape(rank['device'])}, {rank['memory_bytes'] / GIB:.1f} GiB to use, "
-            f"{rank['idle_bytes'] / GIB:.1f} idle</p><div class=bar style=\"width:"
+            f'{rank["idle_bytes"] / GIB:.1f} idle</p><div class=bar style="width:'
             f'{100 * rank["memory_bytes"] / largest:.2f}%">{spans}</div>'
         )
     legend = " &nbsp; ".join(f'<span class=swatch style="{_fill(kind)}"></span> {kind}' for kind in kinds)

@@ -111,7 +111,9 @@ def run(options: argparse.Namespace, config: ServeConfig) -> int:
     set_up_logging(config)
     config = settle_split(resolve_model(config))
     if config.ranks == 1:
-        raise ConfigError("one GPU is faster than all that were named, and verify compares one rank with several; add --tp")
+        raise ConfigError(
+            "one GPU is faster than all that were named, and verify compares one rank with several; add --tp"
+        )
     vocab_size = check_split(config).vocab_size
     alone = msgspec.structs.replace(config, ranks=1, ratio=(), group_ratios={}, gpu=config.gpu[:1])
     prompts = encode(Path(config.model), PROMPTS, vocab_size)

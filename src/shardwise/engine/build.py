@@ -175,7 +175,8 @@ def budget(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, 
     free = free_bytes(serve, ctx, local_ranks) - step_bytes
     if sharers(serve, ctx.device) == 1:
         warn_of_others(ctx)
-    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes))
+    longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
+    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes, longest_pages * page_bytes))
     own_pages = affordable_pages(free, (seqs + 1) * row_bytes, page_bytes)
     pages = ctx.comm.minimum(own_pages)
     limits = settle(serve, made.model, kind, seqs, pages)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.cache.budget import GIB
+from shardwise.cache.budget import GIB, LEAST_SEQS
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint, blueprint, device_kind
 from shardwise.models.stages import stages
@@ -22,7 +22,6 @@ from shardwise.parallel.devices import Device, Machine, load_profile, parse_gpu_
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 8192  # of context that a split should hold, if the user names no length
-ROWS = 4  # of state that it should hold, if the user names no number of requests
 MOST_GPUS = 16
 
 
@@ -87,17 +86,22 @@ def machine_of(serve: ServeConfig, kind: str, hardware: Hardware) -> Machine | N
     return machine if settled else hardware.measured(chosen)
 
 
-def problem_of(serve: ServeConfig, made: Blueprint, requests: int = 1) -> Problem:
-    """What is to be split, for `requests` requests decoded at once."""
+def problem_of(serve: ServeConfig, made: Blueprint, requests: int = 1, exact: bool = False) -> Problem:
+    """What is to be split, for `requests` requests decoded at once.
+
+    exact: the devices' memory is all for weights and caches.
+    """
     caches, longest = made.caches, made.model.max_position_embeddings
     wanted = serve.kv_tokens or requests * (serve.max_model_len or longest)
     needs = Needs(
-        rows=serve.max_num_seqs or max(requests, ROWS),
+        rows=serve.max_num_seqs or max(requests, LEAST_SEQS),
         need_tokens=max(serve.max_model_len, serve.kv_tokens) or min(LEAST_TOKENS, longest),
         wanted_tokens=wanted,
         page_tokens=serve.page_tokens,
         utilization=serve.gpu_memory_utilization,
     )
+    if exact:
+        needs = replace(needs, utilization=1.0, reserve_bytes=0)
     anatomy = stages(made.model, made.specs, caches.page, caches.row, serve.page_tokens)
     return Problem({**made.specs, **caches.page, **caches.row}, anatomy, Load(requests), needs, serve.objective)
 
@@ -116,7 +120,7 @@ def decide(
         return serve if serve.ranks else msgspec.structs.replace(serve, ranks=1), None
     gpus = tuple(str(device.index) for device in machine.devices if device.index is not None)
     count = len(machine.devices)
-    if not all(device.read_bytes_per_s for device in machine.devices):
+    if not machine.known:
         return msgspec.structs.replace(serve, ranks=count, gpu=gpus), None
     decision = choose_for(serve, machine, kind)
     if fault := shortage(decision):
@@ -124,10 +128,10 @@ def decide(
     return decision.serve, decision
 
 
-def choose_for(serve: ServeConfig, machine: Machine, kind: str, requests: int = 1) -> Decision:
+def choose_for(serve: ServeConfig, machine: Machine, kind: str, requests: int = 1, exact: bool = False) -> Decision:
     """The split of `serve.model` over `machine`, even if it does not fit."""
     made = blueprint(msgspec.structs.replace(serve, ranks=1, ratio=(), group_ratios={}), kind)
-    problem = problem_of(serve, made, requests)
+    problem = problem_of(serve, made, requests, exact)
     choice = choose(problem, machine, ratio=serve.ratio, group_ratios=serve.group_ratios, all_of_them=serve.ranks > 0)
     return decided(serve, made, machine, problem, choice)
 
@@ -176,7 +180,9 @@ def nearest(decision: Decision, bare: Problem, least: int) -> str:
         except ConfigError:
             break
         if not found.short_bytes:
-            return f"the nearest that fits is an even split over {count} devices of {largest.memory_bytes / GIB:.0f} GiB"
+            return (
+                f"the nearest that fits is an even split over {count} devices of {largest.memory_bytes / GIB:.0f} GiB"
+            )
     return "use a checkpoint of fewer bits a weight, or larger devices"
 
 
@@ -214,5 +220,7 @@ def reasons(decision: Decision) -> list[str]:
             f"{choice.full.forecast.tokens_per_s:.0f} tokens/s; --tp {len(machine.devices)} uses them nevertheless"
         )
     if machine.doubled:
-        lines.append("ranks share a device: each gets a part of its memory and speed, and data goes through host memory")
+        lines.append(
+            "ranks share a device: each gets a part of its memory and speed, and data goes through host memory"
+        )
     return lines

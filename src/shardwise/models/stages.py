@@ -42,7 +42,9 @@ def stages(config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_toke
         stage = _stage("feed-forward", specs, f"{layer_name(i)}.mlp.", kernels.moe if config.experts else kernels.mlp)
         experts = _plain(specs, f"{layer_name(i)}.mlp.experts.")
         read = tuple(spec for spec in stage.read if spec not in experts)
-        norms = tuple(spec for norm in ("input", "post_attention") for spec in _plain(specs, f"{layer_name(i)}.{norm}_"))
+        norms = tuple(
+            spec for norm in ("input", "post_attention") for spec in _plain(specs, f"{layer_name(i)}.{norm}_")
+        )
         found[
             replace(
                 stage,

@@ -137,9 +137,9 @@ def starts(problem: Problem, machine: Machine, fixed: Partitions) -> Iterator[tu
         "even": [1.0] * members,
         "by bandwidth": speeds,
         "by memory": [float(budget) for budget in budgets],
-        "between": [(speed * budget) ** 0.5 for speed, budget in zip(speeds, budgets, strict=True)],
+        "in between": [(speed * budget) ** 0.5 for speed, budget in zip(speeds, budgets, strict=True)],
     }
-    if not any(speeds):
+    if not machine.known:
         named = {name: named[name] for name in ("even", "by memory")}
     for name, weights in named.items():
         made = {
@@ -250,7 +250,11 @@ def choose(
         best[places] = max(found, key=lambda one: score(problem, one))
     full = best[every]
     chosen = max(best.values(), key=lambda one: score(problem, one))
-    if chosen is not full and not full.short_bytes and score(problem, chosen)[-1] < FEWER_GAIN * score(problem, full)[-1]:
+    if (
+        chosen is not full
+        and not full.short_bytes
+        and score(problem, chosen)[-1] < FEWER_GAIN * score(problem, full)[-1]
+    ):
         chosen = full
     return Choice(chosen, full, tuple(sorted(seen, key=lambda one: score(problem, one), reverse=True)))
 

@@ -149,7 +149,13 @@ class Anatomy:
             bytes_s += stage.count * times[worst][1]
             collectives_s += stage.count * collective_seconds(stage, members, link, load.requests)
         return Forecast(
-            sum(by_stage.values()) + collectives_s, collectives_s, by_stage, slowest, tuple(busy), bytes_s, load.requests
+            sum(by_stage.values()) + collectives_s,
+            collectives_s,
+            by_stage,
+            slowest,
+            tuple(busy),
+            bytes_s,
+            load.requests,
         )
 
 

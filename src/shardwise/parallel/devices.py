@@ -17,6 +17,7 @@ FLOPS_A_BYTE = 75.0  # of cards in general: what a spec without a matmul rate is
 REACHED = 0.85  # of a data sheet's bandwidth, by kernels that stream weights
 KERNEL_S = 2.7e-6  # measured: a captured step of 35B-A3B at one request on an H200
 SPEC = "24GiB:936GB/s,16GiB:288GB/s, with :TFLOPS behind each if known"
+UNKNOWN = float("inf")  # the speed of a device that nobody has said or measured
 BUSY_SHARE = 0.5  # of a device's memory held by others, from which on it is busy
 
 
@@ -62,9 +63,16 @@ class Machine:
         return replace(self, devices=tuple(self.devices[place] for place in chosen))
 
     @property
+    def known(self) -> bool:
+        """Whether the speed of every device is known."""
+        return all(0 < device.read_bytes_per_s < UNKNOWN for device in self.devices)
+
+    @property
     def uniform(self) -> bool:
         """Whether all devices are of one kind, so that nothing is gained by an uneven split."""
-        kinds = {(device.name, device.memory_bytes, device.read_bytes_per_s, device.flops_per_s) for device in self.devices}
+        kinds = {
+            (device.name, device.memory_bytes, device.read_bytes_per_s, device.flops_per_s) for device in self.devices
+        }
         return len(kinds) == 1 and not any(device.held_bytes > device.memory_bytes // 50 for device in self.devices)
 
     @property
@@ -159,7 +167,9 @@ def profile_text(machine: Machine) -> str:
             "",
         ]
     link = machine.link
-    return "\n".join([*lines, "[link]", f"latency_us = {link.latency_s * 1e6:.2f}", f"gb_per_s = {link.bytes_per_s / 1e9:.2f}", ""])
+    return "\n".join(
+        [*lines, "[link]", f"latency_us = {link.latency_s * 1e6:.2f}", f"gb_per_s = {link.bytes_per_s / 1e9:.2f}", ""]
+    )
 
 
 def select(wanted: Sequence[str], there: Sequence[Device]) -> tuple[Device, ...]:

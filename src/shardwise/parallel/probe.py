@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from shardwise.config import ConfigError, launcher_environment
-from shardwise.parallel.devices import FLOPS_A_BYTE, KERNEL_S, Device, Link, Machine
+from shardwise.parallel.devices import FLOPS_A_BYTE, KERNEL_S, UNKNOWN, Device, Link, Machine
 
 READ_BYTES = 1 << 30  # far more than any cache holds
 MATMUL_SIDE = 4096
@@ -56,14 +56,16 @@ def measured(devices: Sequence[Device]) -> Machine:
 
 
 def listed() -> list[Device]:
-    """Every GPU that torch sees here, speeds unknown (0)."""
+    """Every GPU that torch sees here, their speeds unknown."""
     found = list[Device]()
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         own_bytes = 600 << 20  # this process's context, at most
         held = max(0, total - free - own_bytes)
-        found.append(Device(facts.name, total, 0.0, 0.0, KERNEL_S, held, index, f"GPU-{getattr(facts, 'uuid', '')}"))
+        found.append(
+            Device(facts.name, total, UNKNOWN, UNKNOWN, KERNEL_S, held, index, f"GPU-{getattr(facts, 'uuid', '')}")
+        )
     return found
 
 
