@@ -199,8 +199,8 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
     ranks = chosen.setdefault("ranks", max(lengths, default=0 if ours else 1))
     if any(not weight for weight in even):
         raise ConfigError(
-            f"--ratio {','.join(f'{weight:g}' for weight in even)}: a rank with nothing at all; leave it out, or give it "
-            "nothing of one group, such as --ratio attention=1,0"
+            f"--ratio {','.join(f'{weight:g}' for weight in even)}: a rank with nothing at all; leave it out, or "
+            "give it nothing of one group, such as --ratio attention=1,0"
         )
     for group, weights in {"": even, **ratios}.items():
         if weights and len(weights) != ranks:

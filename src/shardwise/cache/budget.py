@@ -69,8 +69,8 @@ def idle_bytes(own_pages: int, pages: int, page_bytes: int) -> int:
 def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int) -> Budget:
     """The limits of the server from the least number of requests and pages that any rank affords.
 
-    A cache smaller than asked for is made as large as it can be while that is of use, with a warning. Raises ConfigError
-    if not, or if a request of --max-model-len tokens, or of one page, would not fit.
+    A cache smaller than asked for is made as large as it can be while that is of use, with a warning. Raises
+    ConfigError if not, or if a request of --max-model-len tokens, or of one page, would not fit.
     """
     longest = serve.max_model_len or model.max_position_embeddings
     if serve.max_model_len > model.max_position_embeddings:

@@ -107,7 +107,7 @@ def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, ran
 
 
 def make_plan(decision: Decision, requests: int) -> Plan:
-    """The plan of what was decided, with room for the state of `requests` requests or as many as the engine would take."""
+    """The plan of what was decided, with the state of `requests` requests or of as many as the engine would take."""
     serve, made, best, used = decision.serve, decision.made, decision.choice.best, decision.used
     caches, partitions, known = made.caches, made.partitions, decision.machine.known
     weights = [weights_by_class(made.specs, partitions, rank) for rank in range(best.ranks)]
@@ -274,7 +274,7 @@ def decision_of(serve: ServeConfig, memory_text: str, requests: int, hardware: H
 
 
 def run(args: argparse.Namespace, serve: ServeConfig, hardware: Hardware | None = None) -> int:
-    """Print the plan of `serve`; `args` has `memory`, `requests`, `json` and `html`. Raises ConfigError if it is too big."""
+    """Print the plan of `serve`; `args` has memory, requests, json and html. Raises ConfigError if it is too big."""
     serve = resolve_model(serve)
     decision = decision_of(serve, args.memory, args.requests, hardware or Hardware())
     plan = make_plan(decision, args.requests)

@@ -59,7 +59,8 @@ def _bars(plan: Mapping[str, Any]) -> str:
         parts = _parts(plan, rank)
         kinds |= dict.fromkeys(parts)
         spans = "".join(
-            f'<span title="{kind}: {size / GIB:.2f} GiB" style="width:{100 * size / largest:.3f}%;{_fill(kind)}"></span>'
+            f'<span title="{kind}: {size / GIB:.2f} GiB" '
+            f'style="width:{100 * size / largest:.3f}%;{_fill(kind)}"></span>'
             for kind, size in parts.items()
         )
         rows.append(

@@ -107,13 +107,13 @@ def place(serve: ServeConfig, environment: RankEnvironment, device_type: str) ->
         return torch.device("cpu")
     if serve.gpu and len(serve.gpu) != environment.local_world:
         raise ConfigError(
-            f"--gpu {','.join(serve.gpu)}: {len(serve.gpu)} for {environment.local_world} ranks on this host; give one each"
+            f"--gpu {','.join(serve.gpu)}: {len(serve.gpu)} for {environment.local_world} ranks of this host"
         )
     index = int(serve.gpu[environment.local_rank]) if serve.gpu else environment.local_rank
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"rank {environment.rank} is for GPU {index} of this host and there are {torch.cuda.device_count()} GPUs; use "
-            f"--tp {torch.cuda.device_count()} or less, or name them with --gpu"
+            f"rank {environment.rank} is for GPU {index} of this host and there are {torch.cuda.device_count()} GPUs; "
+            f"use --tp {torch.cuda.device_count()} or less, or name them with --gpu"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -183,8 +183,9 @@ def budget(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, 
     idle = idle_bytes(own_pages, pages, page_bytes)
     if limits.pages >= pages and idle > IDLE_SHARE * max(free, 1):
         logger.warning(
-            "%.2f GiB of this rank's memory stay idle: another rank affords %d tokens of KV cache, this one %d; a split "
-            "that gives this rank more would use them", idle / GIB, limits.kv_tokens, (own_pages - 1) * serve.page_tokens,
+            "%.2f GiB of this rank's memory stay idle: another rank affords %d tokens of KV cache, this one %d; a "
+            "split that gives this rank more would use them",
+            idle / GIB, limits.kv_tokens, (own_pages - 1) * serve.page_tokens,
         )  # fmt: skip
     return limits
 

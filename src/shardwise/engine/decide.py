@@ -60,8 +60,8 @@ def machine_of(serve: ServeConfig, kind: str, hardware: Hardware) -> Machine | N
         given = replace(given, devices=given.devices * max(serve.ranks, len(serve.gpu), 1))
     if serve.gpu and kind == "cpu" and not given:
         raise ConfigError(
-            f"--gpu {','.join(serve.gpu)}: ranks run on the CPU here (--device {serve.device}, and torch finds no GPU or "
-            "was told to leave it); leave --gpu out, or see what GPUs would do with shardwise plan --gpu-spec"
+            f"--gpu {','.join(serve.gpu)}: ranks run on the CPU here (--device {serve.device}, and torch finds no GPU "
+            "or was told to leave it); leave --gpu out, or see what GPUs would do with shardwise plan --gpu-spec"
         )
     count = len(given.devices) if given else len(serve.gpu) or serve.ranks
     for flag, number in (("--tp", serve.ranks), ("--gpu", len(serve.gpu))):
@@ -220,7 +220,5 @@ def reasons(decision: Decision) -> list[str]:
             f"{choice.full.forecast.tokens_per_s:.0f} tokens/s; --tp {len(machine.devices)} uses them nevertheless"
         )
     if machine.doubled:
-        lines.append(
-            "ranks share a device: each gets a part of its memory and speed, and data goes through host memory"
-        )
+        lines.append("ranks share a device: each gets a part of its memory and speed; data goes through host memory")
     return lines

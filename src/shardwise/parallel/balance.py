@@ -28,6 +28,13 @@ def overload(partition: Partition, weights: Sequence[float]) -> float:
     return max(count / share for count, share in zip(counts, shares, strict=True) if share) if any(shares) else 1.0
 
 
+def starved(partition: Partition, weights: Sequence[float]) -> bool:
+    """Whether a rank gets nothing although it should get something."""
+    return any(
+        weight and start == stop for weight, (start, stop) in zip(weights, pairwise(partition.bounds), strict=True)
+    )
+
+
 def split(specs: Mapping[str, ParamSpec], group: str, weights: Sequence[float]) -> Partition:
     """Units of the coarsest alignment that follows `weights` exactly, or else closely, else the finest."""
     counts = [group_units(specs, group, align) for align in ((1,) if group in HEAD_GROUPS else ALIGNMENTS)]
@@ -35,8 +42,9 @@ def split(specs: Mapping[str, ParamSpec], group: str, weights: Sequence[float]) 
     if not made:
         raise ConfigError(f"group {group!r}: no unit divides all of its tensors")
     for limit in (EXACT, TOLERANCE):
-        if close := next((one for one in made if overload(one, weights) <= limit), None):
-            return close
+        for one in made:
+            if overload(one, weights) <= limit and not starved(one, weights):
+                return one
     return made[-1]
 
 

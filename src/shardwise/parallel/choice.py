@@ -1,7 +1,7 @@
 """Which split of a model over which devices is best: a search over whole units of every group, by predicted time.
 
-Exact enough to be checked against brute force on small cases (tests/unit/test_balance.py), and deterministic: it is made
-once, and what it finds travels to all ranks as plain weights per group.
+Exact enough to be checked against brute force on small cases (tests/unit/test_balance.py), and deterministic: it is
+made once, and what it finds travels to all ranks as plain weights per group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

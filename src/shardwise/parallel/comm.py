@@ -146,8 +146,8 @@ class StagedCommunicator(TorchCommunicator):
 def connect(device: torch.device, timeout_s: float = 120.0, *, staged: bool = False) -> TorchCommunicator:
     """Join the group that the elastic launcher made and prove that it computes.
 
-    staged: some ranks share a GPU, so data goes through the host; all ranks are told the same. Raises ConfigError if the
-    peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
+    staged: some ranks share a GPU, so data goes through the host; all ranks are told the same. Raises ConfigError if
+    the peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
     """
     backend = "nccl" if device.type == "cuda" and not staged else "gloo"
     try:

@@ -32,8 +32,8 @@ class Stage:
     """What runs between two collectives, `count` times a step.
 
     held: its weights; read: those of them that a step reads whole, whoever holds them; sparse: experts, of which a
-    token reads `chosen` of `experts`. page, row: of the caches, a page being `page_tokens` tokens. kernels: launched on a
-    rank that has a share. summed, gathered: elements a token of the all-reduce, or of the gather, that ends it.
+    token reads `chosen` of `experts`. page, row: of the caches, a page being `page_tokens` tokens. kernels: launched
+    on a rank that has a share. summed, gathered: elements a token of the all-reduce, or of the gather, that ends it.
     """
 
     name: str

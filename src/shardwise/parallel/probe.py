@@ -1,7 +1,7 @@
 """Which GPUs there are and how fast they read and multiply, found by a child process that leaves no context behind.
 
-`python -m shardwise.parallel.probe [INDEX ...]` prints a Report as JSON: all GPUs, and measurements of the given ones, in
-about two seconds on the devices. The caller's process never touches a GPU.
+`python -m shardwise.parallel.probe [INDEX ...]` prints a Report as JSON: all GPUs, and measurements of the given ones,
+in about two seconds on the devices. The caller's process never touches a GPU.
 """
 
 import subprocess
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
@@ -89,13 +90,10 @@ def measure(device: Device) -> Device:
     where = torch.device("cuda", device.index)
     with torch.cuda.device(where):
         size = min(READ_BYTES, (device.memory_bytes - device.held_bytes) // 8)
-        data = torch.zeros(size // 4, dtype=torch.float32, device=where)
-        read_s = timed(lambda: data.sum(), where)
-        del data
-        a, b = (torch.zeros(MATMUL_SIDE, MATMUL_SIDE, dtype=torch.bfloat16, device=where) for _ in range(2))
-        matmul_s = timed(lambda: a @ b, where)
+        read_s = timed(torch.zeros(size // 4, dtype=torch.float32, device=where).sum, where)
+        square = torch.zeros(MATMUL_SIDE, MATMUL_SIDE, dtype=torch.bfloat16, device=where)
+        matmul_s = timed(partial(torch.matmul, square, square), where)
         kernel_s = timed(small_kernels(where).replay, where) / KERNELS
-        del a, b
         torch.cuda.empty_cache()
     read = size / read_s
     flops = 2 * MATMUL_SIDE**3 / matmul_s
