@@ -1,4 +1,4 @@
-"""The cost model against numbers worked out by hand, the search against brute force, and every split that is promised."""
+"""The cost model against numbers worked out by hand, the search against brute force, every split that is promised."""
 
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -122,7 +122,7 @@ def test_the_search_finds_what_brute_force_finds(facts: Any, objective: Any):
 
 def test_three_devices_by_brute_force():
     asked, cards = problem(MOE), machine((80, 900), (80, 300), (80, 500))
-    given = {group: (3, 1, 2) for group in ("delta", "mlp", "vocab", "expert")}
+    given = dict.fromkeys(("delta", "mlp", "vocab", "expert"), (3, 1, 2))
     found = choose(asked, cards, group_ratios=given, all_of_them=True).best
     fixed = {group: partitions(asked.specs, 3, (), given)[group] for group in given}
     splits = every_split(asked, "attention", 3)
@@ -185,7 +185,7 @@ def test_every_number_of_ranks_has_a_legal_split(name: str, ranks: int):
     whole = sum(local_bytes(spec, alone(made.partitions), 0) for spec in made.specs.values())
     spare = sum(each) - whole  # norms and routers on every rank, shared heads, scales of blocks that a cut parts
     assert 0 <= spare < 0.06 * whole + (ranks - 1) * 0.012 * whole, (each, whole)
-    assert max(each) < 1.5 * min(each)
+    assert max(each) * ranks < 1.3 * sum(each), "the largest share is near the mean: it is what all wait for"
     assert all(local_bytes(spec, made.partitions, rank) for spec in caches.values() for rank in range(ranks))
 
 
@@ -200,7 +200,7 @@ def test_ratios_are_followed_exactly_where_units_allow(weights: tuple[float, ...
 
 
 def test_published_bytes_of_35b_a3b():
-    """bf16: 60 / 30 / 15 GB of experts a card at 1 / 2 / 4, and 6 / 3 / 1.5 of others, a vision tower (0.9) among them."""
+    """bf16: 60 / 30 / 15 GB of experts a card at 1 / 2 / 4; 6 / 3 / 1.5 of others, a vision tower (0.9) among them."""
     for ranks, experts_gb, others_gb in ((1, 60, 6), (2, 30, 3), (4, 15, 1.5)):
         made = planned(MOE, ranks)
         sizes = {name: local_bytes(spec, made.partitions, 0) for name, spec in made.specs.items()}

@@ -1,4 +1,4 @@
-"""What `serve` settles before ranks start: GPUs, ranks and ratios from made-up hardware, and every way it can be refused."""
+"""What `serve` settles before ranks start: GPUs, ranks and ratios of made-up hardware, and every way to be refused."""
 
 import re
 from collections.abc import Sequence

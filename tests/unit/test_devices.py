@@ -1,4 +1,4 @@
-"""Facts of devices: specs, profiles, selection by index and UUID, and each wrong one as a line that says the way out."""
+"""Facts of devices: specs, profiles, selection by index and UUID; each wrong one as a line with the way out."""
 
 import re
 import sys
@@ -120,7 +120,7 @@ def test_machines_know_what_they_are():
 
 def test_a_probe_without_gpus_finds_none_and_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch):
     assert probe.ask().devices == []
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=re.escape("the GPUs could not be probed: ")) as error:
-        monkeypatch.setattr(sys, "executable", "/bin/false")
         probe.ask()
     assert "\n" not in str(error.value)
