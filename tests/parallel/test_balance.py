@@ -47,7 +47,7 @@ def test_a_split_chosen_for_unequal_devices_answers_the_same(ranks: Ranks) -> No
 
 
 def answer_as_golden(serve: dict[str, Any], world: int, ranks: Ranks) -> None:
-    some = evaluation.load_cases()[::9]
+    some = evaluation.load_cases()[::12]
     tokenizer = AutoTokenizer.from_pretrained(evaluation.miniature())
     outputs, _ = ranks.run(world, engine_ranks.generate, serve=serve, requests=requests(some, tokenizer))[0]
     assert differing(some, outputs, evaluation.golden()) == []

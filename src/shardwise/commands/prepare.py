@@ -40,8 +40,15 @@ def settle_split(config: ServeConfig) -> ServeConfig:
     if not named and (config.device == "cpu" or config.ranks == 1):
         return config  # nothing to choose
     from shardwise.engine.decide import decide, reasons
+    from shardwise.parallel.probe import ProbeError
 
-    settled, decision = decide(config)
+    try:
+        settled, decision = decide(config)
+    except ProbeError as error:
+        if named:
+            raise
+        logger.warning("%s; the ranks get equal shares", error)
+        return config
     for line in reasons(decision) if decision else ():
         logger.info("%s", line)
     return settled

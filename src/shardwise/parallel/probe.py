@@ -25,6 +25,10 @@ SECONDS = 0.3  # of a measurement, at most
 CHILD_SECONDS = 120.0
 
 
+class ProbeError(ConfigError):
+    """The GPUs could not be asked. What a split depends on can be given instead."""
+
+
 class Report(msgspec.Struct):
     """What a child found: every GPU, by index; the link is that between the measured ones."""
 
@@ -33,7 +37,7 @@ class Report(msgspec.Struct):
 
 
 def ask(indices: Sequence[int] = ()) -> Report:
-    """The GPUs of this machine, those of `indices` measured. Raises ConfigError if they cannot be asked."""
+    """The GPUs of this machine, those of `indices` measured. Raises ProbeError if they cannot be asked."""
     command = [sys.executable, "-m", "shardwise.parallel.probe", *map(str, indices)]
     try:
         done = subprocess.run(
@@ -41,10 +45,10 @@ def ask(indices: Sequence[int] = ()) -> Report:
         )
         return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Report)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"the GPUs did not answer a probe in {CHILD_SECONDS:.0f} s; give --gpu-spec") from None
+        raise ProbeError(f"the GPUs did not answer a probe in {CHILD_SECONDS:.0f} s; give --gpu-spec") from None
     except (IndexError, msgspec.DecodeError):
         cause = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ConfigError(f"the GPUs could not be probed: {cause}; give --gpu-spec or --device-profile") from None
+        raise ProbeError(f"the GPUs could not be probed: {cause}; give --gpu-spec or --device-profile") from None
 
 
 def measured(devices: Sequence[Device]) -> Machine:
