@@ -66,6 +66,14 @@ def ratio(text: str) -> tuple[str, tuple[float, ...]]:
     return group, parsed
 
 
+def names(text: str) -> tuple[str, ...]:
+    """`0,1` or `GPU-8f2c,1`."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,1")
+    return parts
+
+
 def choices(field: str) -> list[str]:
     """What ServeConfig allows for `field`."""
     info = next(info for info in msgspec.inspect.type_info(ServeConfig).fields if info.name == field)  # pyright: ignore
@@ -96,6 +104,12 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ratio", type=ratio, action="append", metavar="5,3", help="a weight per rank, or GROUP=5,3; may be repeated"
     )
+    group.add_argument("--gpu", "--gpus", type=names, metavar="0,1", help="by index, UUID or its beginning", **unset)
+    group.add_argument(
+        "--gpu-spec", metavar="24GiB:936GB/s,...", help="facts of the devices, [:TFLOPS] behind; not measured", **unset
+    )
+    group.add_argument("--device-profile", metavar="FILE", help="the same, as TOML", **unset)
+    group.add_argument("--objective", choices=choices("objective"), help="of a split that is chosen", **unset)
     group = parser.add_argument_group("execution")
     group.add_argument("--device", choices=choices("device"), **unset)
     group.add_argument("--kernels", choices=choices("kernels"), **unset)
@@ -148,6 +162,10 @@ def make_parser() -> Parser:
     made["plan"].add_argument(
         "--memory", default="", metavar="24GiB[,16GiB]", help="of each rank, not the devices' own"
     )
+    made["plan"].add_argument(
+        "--requests", type=COUNT, default=0, metavar="N", help="decoded at once, with a context each"
+    )
+    made["plan"].add_argument("--html", type=Path, metavar="FILE", help="write a page there too")
     made["verify"].add_argument("--max-tokens", type=COUNT, default=32, help="of each answer (default 32)")
     made["chat"].add_argument("--url", help="of a running server, such as http://127.0.0.1:8000; no model is started")
     made["chat"].add_argument("--api-key", help="of that server", default="")
@@ -174,7 +192,16 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
     even = ratios.pop("", ())
     chosen = {name: value for name, value in vars(options).items() if name in ServeConfig.__struct_fields__}
     lengths = {len(weights) for weights in (even, *ratios.values()) if weights}
-    ranks = chosen.setdefault("ranks", max(lengths, default=1))
+    facts = [flag for flag in ("gpu_spec", "device_profile") if chosen.get(flag)]
+    if len(facts) == 2:
+        raise ConfigError("--gpu-spec and --device-profile both say what the devices are; give one of them")
+    ours = bool(facts or chosen.get("gpu"))  # then how many ranks is ours to choose
+    ranks = chosen.setdefault("ranks", max(lengths, default=0 if ours else 1))
+    if any(not weight for weight in even):
+        raise ConfigError(
+            f"--ratio {','.join(f'{weight:g}' for weight in even)}: a rank with nothing at all; leave it out, or "
+            "give it nothing of one group, such as --ratio attention=1,0"
+        )
     for group, weights in {"": even, **ratios}.items():
         if weights and len(weights) != ranks:
             text = f"{group}{'=' * bool(group)}{','.join(f'{weight:g}' for weight in weights)}"

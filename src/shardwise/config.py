@@ -197,6 +197,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str  # a local folder, resolved
     ranks: int = 1
+    gpu: tuple[str, ...] = ()  # a device per rank of a host, by index or UUID; indices once ranks start
+    gpu_spec: str = ""  # facts of the devices, instead of measuring them
+    device_profile: str = ""  # a file with those
+    objective: Literal["speed", "context", "balanced"] = "balanced"  # of a split that is ours to choose
     ratio: tuple[float, ...] = ()  # a weight per rank; empty: even
     group_ratios: dict[str, tuple[float, ...]] = {}  # by partition group, over `ratio`
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -256,6 +260,7 @@ def launcher_environment(ranks: int) -> dict[str, str]:
     one; with sharing off, every group has a store of its own.
     """
     environment = {**os.environ, STORE_PER_GROUP: "1"}
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as the vendor's tools show them
     environment.setdefault("OMP_NUM_THREADS", str(rank_threads(ranks)))
     return environment
 

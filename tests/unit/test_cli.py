@@ -35,23 +35,31 @@ def test_all_flags_reach_the_config():
         "m --tp 2 --ratio 5,3 --ratio expert=1,0 --device cpu --dtype float32 --load-format dummy --kernels reference "
         "--comm torch --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 "
         "--kv-tokens 500 --page-tokens 16 --seed 7 --host 0.0.0.0 --port 0 --served-model-name a b --api-key k "
-        "--drain-seconds 2.5 --log-level debug --no-graphs --reasoning-parser none --max-body-bytes 1000"
+        "--drain-seconds 2.5 --log-level debug --no-graphs --reasoning-parser none --max-body-bytes 1000 "
+        "--gpu 1,GPU-8f2c --gpu-spec 24GiB:936GB/s --objective context"
     )
     assert config_of(*text.split()) == ServeConfig(
         model="m", ranks=2, ratio=(5, 3), group_ratios={"expert": (1, 0)}, device="cpu", dtype="float32",
         load_format="dummy", kernels="reference", comm="torch", max_model_len=100, max_num_seqs=4,
         max_num_batched_tokens=64, gpu_memory_utilization=0.5, kv_tokens=500, page_tokens=16, seed=7, host="0.0.0.0",
         port=0, served_model_name=("a", "b"), api_key="k", drain_seconds=2.5, log_level="debug",
-        graphs=False, reasoning_parser="none", max_body_bytes=1000,
+        graphs=False, reasoning_parser="none", max_body_bytes=1000, gpu=("1", "GPU-8f2c"), gpu_spec="24GiB:936GB/s",
+        objective="context",
     )  # fmt: skip
     assert all(f"--{name.replace('_', '-')}" in text for name in {*ServeConfig.__struct_fields__, "no-graphs"} - {
-        "model", "ranks", "group_ratios", "graphs",
+        "model", "ranks", "group_ratios", "graphs", "device_profile",
     })  # fmt: skip
 
 
 def test_graphs_can_be_left_out():
     assert config_of().graphs
     assert not config_of("--enforce-eager").graphs
+
+
+def test_facts_of_devices_leave_the_number_of_ranks_to_us():
+    assert config_of("--gpu", "0,1").ranks == 0
+    assert config_of("--gpu", "0,1", "--tp", "2").ranks == 2
+    assert config_of("--device-profile", "cards.toml") == ServeConfig(model="", ranks=0, device_profile="cards.toml")
 
 
 def test_a_ratio_says_how_many_ranks():
@@ -71,6 +79,12 @@ def test_a_ratio_says_how_many_ranks():
         ("--ratio 5,-3", "'5,-3' is not a list of weights"),
         ("--ratio nan,1", "'nan,1' is not a list of weights"),
         ("--ratio 1,1 --ratio 2,1", "given twice"),
+        ("--ratio 5,0", "a rank with nothing at all"),
+        ("--gpu 0,,1", "'0,,1' is not a list such as 0,1"),
+        ("--gpu-spec 1GiB:1GB/s --device-profile x.toml", "give one of them"),
+        ("--gpu 0 --device cpu", "--gpu 0: ranks run on the CPU here"),
+        ("--gpu-spec 24GiB --device cpu", "'24GiB' is no device"),
+        ("--device-profile /no/such.toml --device cpu", "/no/such.toml: No such file"),
         ("--port 70000", "'70000' is not a whole number from 0 to 65535"),
         ("--gpu-memory-utilization 1.5", "'1.5' is not a number from 0.01 to 1"),
         ("--gpu-memory-utilization nan", "'nan' is not a number"),

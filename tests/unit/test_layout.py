@@ -26,7 +26,6 @@ RANK_COUNT = re.compile(r"(^|_)(world|ranks|tp)(_|$)", re.IGNORECASE)
 HOST_SHARES = frozenset(
     {
         "config.py:launcher_environment",
-        "engine/build.py:device_memory",
         "engine/build.py:place",
         "engine/build.py:free_bytes",
     }

@@ -1,11 +1,16 @@
 """How much of what memory becomes what: rows of state first, then pages of KV cache. Every rank affords the same."""
 
+import logging
 from dataclasses import dataclass
 
 from shardwise.config import ConfigError, ModelConfig, ServeConfig
 
+logger = logging.getLogger(__name__)
+
 GIB = 1 << 30
+USABLE_TOKENS = 2048  # of KV cache: with fewer than these, or than the longest request, nothing is served
 STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is ours to choose
+LEAST_SEQS = 8  # requests at once that are not given up for a longer context
 CPU_SHARE = 0.25  # of available host memory that caches may take
 
 
@@ -36,12 +41,17 @@ class Budget:
         return (self.pages - 1) * self.page_tokens
 
 
-def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int) -> int:
-    """How many requests may run at once: the user's number, or the device's default while its rows fit."""
+def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int, request_bytes: int = 0) -> int:
+    """How many requests may run at once: the user's number, or the device's default while its rows fit.
+
+    request_bytes: of the KV cache of the longest request, for which many rows make way.
+    """
     if serve.max_num_seqs:
         return serve.max_num_seqs
     count = DEFAULTS[device_type].max_num_seqs
     while count > 1 and (count + 1) * row_bytes > free_bytes * STATE_SHARE:
+        count //= 2
+    while count > LEAST_SEQS and (count + 1) * row_bytes + request_bytes > free_bytes:
         count //= 2
     return count
 
@@ -51,10 +61,16 @@ def affordable_pages(free_bytes: int, rows_bytes: int, page_bytes: int) -> int:
     return max(free_bytes - rows_bytes, 0) // page_bytes if page_bytes else 1 << 40
 
 
+def idle_bytes(own_pages: int, pages: int, page_bytes: int) -> int:
+    """What this rank has room for and does not use, because another affords only `pages` pages."""
+    return max(0, own_pages - pages) * page_bytes if page_bytes else 0
+
+
 def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int) -> Budget:
     """The limits of the server from the least number of requests and pages that any rank affords.
 
-    Raises ConfigError if a request of --max-model-len tokens, or of one page, would not fit.
+    A cache smaller than asked for is made as large as it can be while that is of use, with a warning. Raises
+    ConfigError if not, or if a request of --max-model-len tokens, or of one page, would not fit.
     """
     longest = serve.max_model_len or model.max_position_embeddings
     if serve.max_model_len > model.max_position_embeddings:
@@ -66,11 +82,15 @@ def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seq
     per_request = -(-longest // size)
     wanted = -(-serve.kv_tokens // size) if serve.kv_tokens else max_num_seqs * per_request
     pages = min(pages - 1, wanted)
+    usable = min(longest, USABLE_TOKENS, serve.kv_tokens or longest)
     if serve.kv_tokens and pages < wanted:
-        raise ConfigError(
-            f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and "
-            f"{max_num_seqs} rows of state; lower it, or --max-num-seqs, or use more ranks"
+        fits = (
+            f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and"
         )
+        fits = f"{fits} {max_num_seqs} rows of state"
+        if pages * size < usable:
+            raise ConfigError(f"{fits}; lower it, or --max-num-seqs, or use more ranks")
+        logger.warning("%s; the cache is made as large as that", fits)
     if pages < 1 or (serve.max_model_len and pages < per_request):
         raise ConfigError(
             f"a request of {serve.max_model_len or size} tokens needs "

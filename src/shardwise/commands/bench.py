@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.commands.prepare import check_split, resolve_model, set_up_logging
+from shardwise.commands.prepare import check_split, resolve_model, set_up_logging, settle_split
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.client import EngineClient, EngineFailed
 from shardwise.engine.group import running_engine
@@ -79,7 +79,7 @@ async def bench(options: argparse.Namespace, config: ServeConfig) -> list[Figure
 def run(options: argparse.Namespace, config: ServeConfig) -> int:
     """Print a table, and write JSON if asked; 1 if the engine failed. Raises ConfigError."""
     set_up_logging(config)
-    config = resolve_model(config)
+    config = settle_split(resolve_model(config))
     check_split(config)
     try:
         figures = asyncio.run(bench(options, config))

@@ -1,4 +1,8 @@
-"""`shardwise plan`: what every rank would hold, from headers or config.json alone, and the context that leaves."""
+"""`shardwise plan`: what every rank would hold, the context that leaves, and how fast each split is predicted to be.
+
+Everything is known from headers, or config.json alone, and from facts of devices: measured here, or given by
+`--gpu-spec` or `--device-profile` for machines that are not here.
+"""
 
 import argparse
 import json
@@ -6,14 +10,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 
+import msgspec
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from shardwise.cache.budget import GIB, affordable_pages, sequences
+from shardwise.commands.plan_html import page
 from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
-from shardwise.engine.build import Blueprint, blueprint, device_memory
+from shardwise.engine.build import Blueprint, device_kind
+from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage
+from shardwise.parallel.choice import Candidate, budget_bytes
+from shardwise.parallel.devices import UNKNOWN, Device, Machine, size_bytes
 from shardwise.shard import ParamSpec, Partitions, local_bytes, table
 
 CLASSES = (
@@ -22,21 +33,45 @@ CLASSES = (
     ("delta", r"layers\.\d+\.delta\."),
     ("experts", r"layers\.\d+\.mlp\.experts\."),
     ("mlp", r"layers\.\d+\.mlp\."),
+    ("vision", r"vision\.|visual\."),
     ("norms", r".*norm"),
+    ("other", r""),
 )
+COLORS = {
+    "vocabulary": "magenta", "attention": "blue", "delta": "cyan", "experts": "yellow", "mlp": "green",
+    "vision": "red", "norms": "white", "other": "white", "state": "bright_blue", "KV cache": "bright_green",
+}  # fmt: skip
+BAR_CELLS = 60
+SHOWN = 12  # candidates
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Bytes and capacities of one rank."""
+    """Bytes and capacities of one rank. idle_bytes: what it cannot use because another rank affords less KV."""
 
     rank: int
+    device: str
     weights_bytes: Mapping[str, int]
     total_weights_bytes: int
     state_row_bytes: int
     kv_token_bytes: float
     memory_bytes: int
     kv_tokens: int
+    idle_bytes: int
+
+
+@dataclass(frozen=True)
+class CandidatePlan:
+    """One way to split. tokens_per_s: predicted, None if the devices' speed is not known."""
+
+    name: str
+    devices: tuple[int, ...]
+    shares: Mapping[str, Sequence[float]]
+    tokens_per_s: float | None
+    kv_tokens: int
+    fits: bool
+    limited_by: str
+    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -48,7 +83,14 @@ class Plan:
     units: Mapping[str, Sequence[int]]
     max_num_seqs: int
     kv_tokens: int
+    requests: int
+    context_tokens: int  # that each of `requests` requests can have
+    tokens_per_s: float | None
+    limited_by: str
+    kv_limited_by_rank: int
     each: Sequence[RankPlan]
+    candidates: Sequence[CandidatePlan]
+    reasons: Sequence[str]
 
 
 def weight_class(name: str) -> str:
@@ -64,94 +106,184 @@ def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, ran
     return {kind: total for kind, total in totals.items() if total}
 
 
-def make_plan(serve: ServeConfig, made: Blueprint, memory_bytes: Sequence[int]) -> Plan:
-    """The plan of `made` on ranks that have `memory_bytes` each for weights and caches."""
-    caches, partitions = made.caches, made.partitions
-    weights = [weights_by_class(made.specs, partitions, rank) for rank in range(serve.ranks)]
-    free = [memory - sum(held.values()) for memory, held in zip(memory_bytes, weights, strict=True)]
-    rows = [caches.row_bytes(partitions, rank) for rank in range(serve.ranks)]
-    seqs = min(sequences(serve, made.device_type, have, row) for have, row in zip(free, rows, strict=True))
-    each = list[RankPlan]()
-    for rank, (have, row) in enumerate(zip(free, rows, strict=True)):
-        page = caches.page_bytes(partitions, rank)
-        pages = affordable_pages(have, (seqs + 1) * row, page)
-        each.append(
-            RankPlan(
-                rank=rank,
-                weights_bytes=weights[rank],
-                total_weights_bytes=sum(weights[rank].values()),
-                state_row_bytes=row,
-                kv_token_bytes=page / serve.page_tokens,
-                memory_bytes=memory_bytes[rank],
-                kv_tokens=max(pages - 1, 0) * serve.page_tokens,
-            )
+def make_plan(decision: Decision, requests: int) -> Plan:
+    """The plan of what was decided, with the state of `requests` requests or of as many as the engine would take."""
+    serve, made, best, used = decision.serve, decision.made, decision.choice.best, decision.used
+    caches, partitions, known = made.caches, made.partitions, decision.machine.known
+    weights = [weights_by_class(made.specs, partitions, rank) for rank in range(best.ranks)]
+    memory = [max(budget_bytes(used, rank, decision.problem.needs), 0) for rank in range(best.ranks)]
+    free = [have - sum(held.values()) for have, held in zip(memory, weights, strict=True)]
+    rows = [caches.row_bytes(partitions, rank) for rank in range(best.ranks)]
+    asked = msgspec.structs.replace(serve, max_num_seqs=serve.max_num_seqs or requests)
+    page_sizes = [caches.page_bytes(partitions, rank) for rank in range(best.ranks)]
+    longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
+    seqs = min(
+        sequences(asked, made.device_type, have, row, longest_pages * size)
+        for have, row, size in zip(free, rows, page_sizes, strict=True)
+    )
+    pages = [
+        affordable_pages(have, (seqs + 1) * row, size) for have, row, size in zip(free, rows, page_sizes, strict=True)
+    ]
+    least = min(pages)
+    each = [
+        RankPlan(
+            rank=rank,
+            device=used.devices[rank].name,
+            weights_bytes=weights[rank],
+            total_weights_bytes=sum(weights[rank].values()),
+            state_row_bytes=rows[rank],
+            kv_token_bytes=page_sizes[rank] / serve.page_tokens,
+            memory_bytes=memory[rank],
+            kv_tokens=max(pages[rank] - 1, 0) * serve.page_tokens,
+            idle_bytes=(pages[rank] - least) * page_sizes[rank],
         )
-    units = {
-        group: [stop - start for start, stop in pairwise(partition.bounds)] for group, partition in partitions.items()
-    }
-    return Plan(serve.model, serve.ranks, units, seqs, min(rank.kv_tokens for rank in each), each)
+        for rank in range(best.ranks)
+    ]
+    kv_tokens = max(least - 1, 0) * serve.page_tokens
+    each_request = kv_tokens // (requests or 1)
+    return Plan(
+        model=serve.model,
+        ranks=best.ranks,
+        units={g: [stop - start for start, stop in pairwise(part.bounds)] for g, part in partitions.items()},
+        max_num_seqs=seqs,
+        kv_tokens=kv_tokens,
+        requests=requests or 1,
+        context_tokens=min(each_request, made.model.max_position_embeddings),
+        tokens_per_s=best.forecast.tokens_per_s if known else None,
+        limited_by=best.forecast.limit if known else "unknown",
+        kv_limited_by_rank=pages.index(least),
+        each=each,
+        candidates=[planned(one, best, known) for one in decision.choice.candidates],
+        reasons=reasons(decision) if known else (),
+    )
+
+
+def planned(one: Candidate, best: Candidate, known: bool) -> CandidatePlan:
+    """A row of the table of candidates."""
+    shares = {group: [units / sum(each) for units in each] for group, each in one.ratios().items()}
+    return CandidatePlan(
+        one.name, one.places, shares, one.forecast.tokens_per_s if known else None, one.kv_tokens,
+        not one.short_bytes, one.forecast.limit if known else "unknown", one is best,
+    )  # fmt: skip
+
+
+def bars(plan: Plan) -> list[str]:
+    """A picture: what fills each rank's memory, in rich's markup."""
+    largest, lines = max(rank.memory_bytes for rank in plan.each) or 1, list[str]()
+    for rank in plan.each:
+        kv_bytes = int(min(rank.kv_tokens, plan.kv_tokens) * rank.kv_token_bytes)
+        parts = {**rank.weights_bytes, "state": (plan.max_num_seqs + 1) * rank.state_row_bytes, "KV cache": kv_bytes}
+        cells, filled, text = round(BAR_CELLS * rank.memory_bytes / largest), 0.0, ""
+        for kind, size in parts.items():
+            before, filled = round(filled), filled + BAR_CELLS * size / largest
+            text += f"[{COLORS[kind]}]{'█' * (round(filled) - before)}[/]"
+        text += "░" * max(0, cells - round(filled))
+        lines.append(f"rank {rank.rank} {text} {rank.memory_bytes / GIB:.1f} GiB, {rank.idle_bytes / GIB:.1f} idle")
+    kinds = [*plan.each[0].weights_bytes, "state", "KV cache"]
+    return [*lines, "  ".join(f"[{COLORS[kind]}]█[/] {kind}" for kind in kinds)]
 
 
 def show(plan: Plan, made: Blueprint, console: Console) -> None:
-    """Print the plan as tables."""
+    """Print the plan as tables and bars."""
     columns = [f"rank {rank.rank}" for rank in plan.each]
     held = Table("GiB held", *columns, "one rank", title=f"{plan.model}: {plan.ranks} ranks", title_justify="left")
-    alone = {kind: 0 for kind, _ in CLASSES}
+    whole = {kind: 0 for kind, _ in CLASSES}
     for row in table(made.specs, made.partitions):
-        alone[weight_class(row.name)] += row.full_bytes
-    for kind in plan.each[0].weights_bytes:
-        held.add_row(kind, *(f"{rank.weights_bytes[kind] / GIB:.3f}" for rank in plan.each), f"{alone[kind] / GIB:.3f}")
+        whole[weight_class(row.name)] += row.full_bytes
+    for kind in plan.each[0].weights_bytes | plan.each[-1].weights_bytes:
+        sizes = (f"{rank.weights_bytes.get(kind, 0) / GIB:.3f}" for rank in plan.each)
+        held.add_row(kind, *sizes, f"{whole[kind] / GIB:.3f}")
     totals = [f"{rank.total_weights_bytes / GIB:.3f}" for rank in plan.each]
-    held.add_row("all weights", *totals, f"{sum(alone.values()) / GIB:.3f}")
+    held.add_row("all weights", *totals, f"{sum(whole.values()) / GIB:.3f}")
     caches = Table("caches", *columns)
     caches.add_row("state, MiB a request", *(f"{rank.state_row_bytes / (1 << 20):.3f}" for rank in plan.each))
     caches.add_row("KV, bytes a token", *(f"{rank.kv_token_bytes:.0f}" for rank in plan.each))
-    caches.add_row("memory given, GiB", *(f"{rank.memory_bytes / GIB:.2f}" for rank in plan.each))
+    caches.add_row("memory to use, GiB", *(f"{rank.memory_bytes / GIB:.2f}" for rank in plan.each))
     caches.add_row("KV tokens that fit", *(f"{rank.kv_tokens:,}" for rank in plan.each))
+    caches.add_row("idle, GiB", *(f"{rank.idle_bytes / GIB:.2f}" for rank in plan.each))
     units = Table("units owned", *columns)
     for group, counts in plan.units.items():
         units.add_row(group, *map(str, counts))
     for one in (held, caches, units):
         console.print(one)
-    context = min(plan.kv_tokens, made.model.max_position_embeddings)
+    if plan.tokens_per_s is not None:
+        console.print(candidates_table(plan))
+    for line in bars(plan):
+        console.print(line, highlight=False)
+    for line in plan.reasons:
+        console.print(line, markup=False, highlight=False)
     console.print(
-        f"{plan.kv_tokens:,} tokens of KV cache beside {plan.max_num_seqs} requests; a request can have {context:,} tokens"
+        f"{plan.kv_tokens:,} tokens of KV cache (limited by rank {plan.kv_limited_by_rank}) beside {plan.max_num_seqs} "
+        f"requests' state; each of {plan.requests} can have {plan.context_tokens:,} tokens"
     )
 
 
-def memory(text: str, ranks: int, device_memory: Sequence[int]) -> list[int]:
-    """Bytes a rank: of `text` ("24GiB" for all, or "24GiB,16GiB"), else what the devices have."""
-    if not text:
-        return list(device_memory)
-    sizes = list[int]()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", part)
-        if not match:
+def candidates_table(plan: Plan) -> Table:
+    """The splits that were looked at, best first."""
+    found = Table("split", "devices", "per cent of experts or mlp", "attention", "tokens/s", "KV tokens", "limited by")
+    for one in plan.candidates[:SHOWN]:
+        wide = one.shares.get("expert") or one.shares.get("mlp", ())
+        found.add_row(
+            f"{one.name}{' *' * one.chosen}",
+            ",".join(map(str, one.devices)),
+            ":".join(f"{100 * share:.0f}" for share in wide),
+            ":".join(f"{100 * share:.0f}" for share in one.shares.get("attention", ())),
+            f"{one.tokens_per_s:.1f}",
+            f"{one.kv_tokens:,}" if one.fits else "does not fit",
+            one.limited_by,
+        )
+    return found
+
+
+def memory(text: str, ranks: int) -> list[int]:
+    """Bytes a rank of `--memory` "24GiB" (for all) or "24GiB,16GiB". Raises ConfigError."""
+    sizes = [size_bytes(part) for part in text.split(",")]
+    for part, size in zip(text.split(","), sizes, strict=True):
+        if not size:
             raise ConfigError(f"--memory {text}: {part!r} is no size; give one like 24GiB, or one for each rank")
-        unit = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}[match[2]]
-        sizes.append(int(float(match[1]) * unit))
     if len(sizes) not in (1, ranks):
         raise ConfigError(f"--memory {text}: {len(sizes)} sizes for {ranks} ranks; give one, or one for each")
-    return sizes * (ranks // len(sizes))
+    return [size or 0 for size in (sizes * ranks if len(sizes) == 1 else sizes)]
 
 
-def run(args: argparse.Namespace, serve: ServeConfig) -> int:
-    """Print the plan of `serve`; `args` has `memory` and `json`."""
+def plain_machine(serve: ServeConfig, memory_text: str) -> Machine:
+    """Devices whose speed is not known: of `--memory`, or parts of this host's memory."""
+    ranks = serve.ranks or 1
+    if memory_text:
+        return Machine(
+            tuple(Device(f"{size / GIB:.1f} GiB", size, UNKNOWN, UNKNOWN) for size in memory(memory_text, ranks))
+        )
+    here = Device("part of this host", psutil.virtual_memory().available, UNKNOWN, UNKNOWN, index=0)
+    return Machine((here,) * ranks)
+
+
+def decision_of(serve: ServeConfig, memory_text: str, requests: int, hardware: Hardware) -> Decision:
+    """What the engine would choose. Raises ConfigError."""
+    facts = bool(serve.gpu_spec or serve.device_profile)
+    kind = "cuda" if facts else device_kind(serve)
+    if not any(Path(serve.model).glob("*.safetensors")) and serve.load_format == "auto":
+        serve = msgspec.structs.replace(serve, load_format="dummy")  # config.json says all that a plan needs
+    if memory_text and not facts:
+        return choose_for(serve, plain_machine(serve, memory_text), device_kind(serve), requests or 1, exact=True)
+    machine = machine_of(serve, kind, hardware)
+    if machine is None and kind == "cuda":
+        machine = machine_of(msgspec.structs.replace(serve, gpu=("0",)), kind, hardware)
+    if machine is None:
+        return choose_for(serve, plain_machine(serve, ""), kind, requests or 1, exact=True)
+    return choose_for(serve, machine if machine.known else hardware.measured(machine.devices), kind, requests or 1)
+
+
+def run(args: argparse.Namespace, serve: ServeConfig, hardware: Hardware | None = None) -> int:
+    """Print the plan of `serve`; `args` has memory, requests, json and html. Raises ConfigError if it is too big."""
     serve = resolve_model(serve)
-    made = blueprint(serve)
-    plan = make_plan(
-        serve,
-        made,
-        memory(args.memory, serve.ranks, device_memory(made.device_type, serve.ranks, serve.gpu_memory_utilization)),
-    )
+    decision = decision_of(serve, args.memory, args.requests, hardware or Hardware())
+    plan = make_plan(decision, args.requests)
+    if args.html:
+        args.html.write_text(page(asdict(plan)), encoding="utf-8")
     if args.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
-        show(plan, made, Console(width=max(80, 24 + 14 * (serve.ranks + 1))))
-    short = [rank for rank in plan.each if rank.total_weights_bytes > rank.memory_bytes]
-    if short:
-        raise ConfigError(
-            f"rank {short[0].rank} would hold {short[0].total_weights_bytes / GIB:.2f} GiB of weights and has "
-            f"{short[0].memory_bytes / GIB:.2f} GiB; use more ranks or give it a smaller share (--ratio)"
-        )
+        show(plan, decision.made, Console(width=max(110, 24 + 14 * (plan.ranks + 1))))
+    if fault := shortage(decision):
+        raise ConfigError(fault)
     return 0

@@ -7,6 +7,8 @@ import msgspec
 
 from shardwise.config import ModelConfig, ServeConfig, load_model_config, read_json
 
+logger = logging.getLogger(__name__)
+
 
 def set_up_logging(config: ServeConfig) -> None:
     """Logs of a command, on stderr."""
@@ -27,6 +29,29 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
     load_model_config(folder)
     names = config.served_model_name or (config.model or "miniature",)
     return msgspec.structs.replace(config, model=str(folder), served_model_name=names)
+
+
+def settle_split(config: ServeConfig) -> ServeConfig:
+    """`config` with the GPUs, ranks and ratios that are to be used, chosen if they are ours to choose; says why.
+
+    Raises ConfigError for GPUs that are not there or busy, and if the model fits on no split of them.
+    """
+    named = config.gpu or config.gpu_spec or config.device_profile or not config.ranks
+    if not named and (config.device == "cpu" or config.ranks == 1):
+        return config  # nothing to choose
+    from shardwise.engine.decide import decide, reasons
+    from shardwise.parallel.probe import ProbeError
+
+    try:
+        settled, decision = decide(config)
+    except ProbeError as error:
+        if named:
+            raise
+        logger.warning("%s; the ranks get equal shares", error)
+        return config
+    for line in reasons(decision) if decision else ():
+        logger.info("%s", line)
+    return settled
 
 
 def check_split(config: ServeConfig) -> ModelConfig:

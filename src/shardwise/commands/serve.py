@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from shardwise.commands.prepare import check_split, generation_settings, resolve_model, set_up_logging
+from shardwise.commands.prepare import check_split, generation_settings, resolve_model, set_up_logging, settle_split
 from shardwise.config import STORE_PER_GROUP, ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.client import EngineClient, EngineFailed
 from shardwise.engine.folder import RunFolder
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, config: ServeConfig) -> int:
         finally:
             shutil.rmtree(options.attach, ignore_errors=True)
     with bind(config) as listener:
-        config = resolve_model(config)
+        config = settle_split(resolve_model(config))
         with run_folder() as folder:
             return asyncio.run(serve(config, folder, EngineGroup(config, folder, engine), listener))
 
@@ -188,9 +188,14 @@ def run_in_group(config: ServeConfig, environment: RankEnvironment, engine: str)
     die_with_parent(launcher_pid)
     set_up_process(config, environment.rank)
     try:
-        if config.ranks not in (1, environment.world):
+        if config.ranks not in (0, 1, environment.world):
             raise ConfigError(f"--tp {config.ranks}, and torchrun started {environment.world} ranks; leave --tp out")
         config = resolve_model(msgspec.structs.replace(config, ranks=environment.world))
+        if not all(name.isdecimal() for name in config.gpu):
+            raise ConfigError(f"--gpu {','.join(config.gpu)}: under torchrun, give indices of this host's GPUs")
+        if config.gpu_spec or config.device_profile:  # the same facts on all ranks: they all choose the same
+            split = settle_split(msgspec.structs.replace(config, gpu=()))
+            config = msgspec.structs.replace(split, gpu=config.gpu)
         folder = group_folder(launcher_pid)
         if environment.rank == 0:
             if environment.shared_store:

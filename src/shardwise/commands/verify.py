@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.commands.prepare import check_split, resolve_model, set_up_logging
+from shardwise.commands.prepare import check_split, resolve_model, set_up_logging, settle_split
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.client import EngineClient, EngineFailed
 from shardwise.engine.group import running_engine
@@ -106,12 +106,16 @@ def report(ranks: int, prompts: Sequence[str], ones: Sequence[Completion], manys
 
 def run(options: argparse.Namespace, config: ServeConfig) -> int:
     """0 if all answers are the same, 1 if not or if an engine failed. Raises ConfigError."""
-    if config.ranks < 2:
+    if config.ranks == 1:
         raise ConfigError("verify compares one rank with several; give --tp 2 or more")
     set_up_logging(config)
-    config = resolve_model(config)
+    config = settle_split(resolve_model(config))
+    if config.ranks == 1:
+        raise ConfigError(
+            "one GPU is faster than all that were named, and verify compares one rank with several; add --tp"
+        )
     vocab_size = check_split(config).vocab_size
-    alone = msgspec.structs.replace(config, ranks=1, ratio=(), group_ratios={})
+    alone = msgspec.structs.replace(config, ranks=1, ratio=(), group_ratios={}, gpu=config.gpu[:1])
     prompts = encode(Path(config.model), PROMPTS, vocab_size)
     try:
         ones = asyncio.run(completions(alone, prompts, options.max_tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwise.cache.budget import CPU_SHARE, Budget, affordable_pages, sequences, settle
+from shardwise.cache.budget import CPU_SHARE, GIB, Budget, affordable_pages, idle_bytes, sequences, settle
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.checkpoint.formats import Formats
 from shardwise.checkpoint.index import DTYPES, CheckpointIndex
@@ -40,6 +40,8 @@ from shardwise.shard import ParamSpec, Partitions
 
 logger = logging.getLogger(__name__)
 
+IDLE_SHARE = 0.1  # of what caches may take, from which on it is worth a warning that it is not used
+OTHERS_SHARE = 0.05  # of a GPU's memory
 DTYPE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -57,12 +59,20 @@ class Blueprint:
     left_out: Mapping[str, Sequence[str]]  # tensors of the checkpoint that are not served, by kind
 
 
-def blueprint(serve: ServeConfig) -> Blueprint:
-    """Read headers and configs of `serve.model`. Raises ConfigError for whatever cannot be served, naming it."""
+def device_kind(serve: ServeConfig) -> str:
+    """What ranks run on here: "cpu" or "cuda"."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if serve.device == "auto" else serve.device
+
+
+def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
+    """Read headers and configs of `serve.model`. Raises ConfigError for whatever cannot be served, naming it.
+
+    planned_for: a kind of device that need not be here, since nothing will run.
+    """
     folder = Path(serve.model)
     model = load_model_config(folder)
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if serve.device == "auto" else serve.device
-    if device_type == "cuda" and not torch.cuda.is_available():
+    device_type = planned_for or device_kind(serve)
+    if not planned_for and device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu, or a GPU build of torch")
     chosen = ("float32" if device_type == "cpu" else model.dtype) if serve.dtype == "auto" else serve.dtype
     if chosen not in DTYPE_NAMES:
@@ -90,29 +100,29 @@ def blueprint(serve: ServeConfig) -> Blueprint:
     )
 
 
-def device_memory(device_type: str, ranks: int, utilization: float) -> list[int]:
-    """Bytes that each of `ranks` ranks of this host may use in all."""
-    if device_type == "cpu":
-        return [psutil.virtual_memory().available // ranks] * ranks
-    return [
-        int(torch.cuda.get_device_properties(rank % torch.cuda.device_count()).total_memory * utilization)
-        for rank in range(ranks)
-    ]
-
-
-def place(environment: RankEnvironment, device_type: str) -> torch.device:
+def place(serve: ServeConfig, environment: RankEnvironment, device_type: str) -> torch.device:
     """This rank's device; on CPUs the ranks of a host share its cores, or take the fewer that OMP_NUM_THREADS says."""
     if device_type == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), rank_threads(environment.local_world)))
         return torch.device("cpu")
-    if environment.local_rank >= torch.cuda.device_count():
+    if serve.gpu and len(serve.gpu) != environment.local_world:
         raise ConfigError(
-            f"{environment.local_world} ranks on this host and {torch.cuda.device_count()} GPUs; use --tp "
-            f"{torch.cuda.device_count()} or less"
+            f"--gpu {','.join(serve.gpu)}: {len(serve.gpu)} for {environment.local_world} ranks of this host"
         )
-    device = torch.device("cuda", environment.local_rank)
+    index = int(serve.gpu[environment.local_rank]) if serve.gpu else environment.local_rank
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {environment.rank} is for GPU {index} of this host and there are {torch.cuda.device_count()} GPUs; "
+            f"use --tp {torch.cuda.device_count()} or less, or name them with --gpu"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def sharers(serve: ServeConfig, device: torch.device) -> int:
+    """How many ranks of this host are on `device`."""
+    return serve.gpu.count(str(device.index)) or 1
 
 
 def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> Model:
@@ -128,11 +138,12 @@ def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> Model:
 
 
 def free_bytes(serve: ServeConfig, ctx: RankContext, local_ranks: int) -> int:
-    """What caches may take on this rank, now that the weights are there."""
+    """What caches may take on this rank, now that the weights of all ranks are there."""
     if ctx.device.type == "cpu":
         return int(psutil.virtual_memory().available * CPU_SHARE / local_ranks)
+    ctx.comm.minimum(0)  # no rank takes memory for caches before all have looked
     free, total = torch.cuda.mem_get_info(ctx.device)
-    return free - int(total * (1 - serve.gpu_memory_utilization))
+    return (free - int(total * (1 - serve.gpu_memory_utilization))) // sharers(serve, ctx.device)
 
 
 def trial(made: Blueprint, model: Model, ctx: RankContext, tokens: int, page_tokens: int) -> int:
@@ -162,9 +173,34 @@ def budget(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, 
     if kind == "cuda":
         torch.cuda.empty_cache()
     free = free_bytes(serve, ctx, local_ranks) - step_bytes
-    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes))
-    pages = ctx.comm.minimum(affordable_pages(free, (seqs + 1) * row_bytes, page_bytes))
-    return settle(serve, made.model, kind, seqs, pages)
+    if sharers(serve, ctx.device) == 1:
+        warn_of_others(ctx)
+    longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
+    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes, longest_pages * page_bytes))
+    own_pages = affordable_pages(free, (seqs + 1) * row_bytes, page_bytes)
+    pages = ctx.comm.minimum(own_pages)
+    limits = settle(serve, made.model, kind, seqs, pages)
+    idle = idle_bytes(own_pages, pages, page_bytes)
+    if limits.pages >= pages and idle > IDLE_SHARE * max(free, 1):
+        logger.warning(
+            "%.2f GiB of this rank's memory stay idle: another rank affords %d tokens of KV cache, this one %d; a "
+            "split that gives this rank more would use them",
+            idle / GIB, limits.kv_tokens, (own_pages - 1) * serve.page_tokens,
+        )  # fmt: skip
+    return limits
+
+
+def warn_of_others(ctx: RankContext) -> None:
+    """Say how much of the GPU is held by neither weights nor this process's other tensors, if that is a lot."""
+    if ctx.device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(ctx.device)
+    other = total - free - torch.cuda.memory_reserved(ctx.device)
+    if other > OTHERS_SHARE * total:
+        logger.warning(
+            "%.2f GiB of %s are held by other processes; the KV cache is smaller for it",
+            other / GIB, torch.cuda.get_device_name(ctx.device),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -182,9 +218,10 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     made = blueprint(serve)
     if environment.world != serve.ranks:
         raise ConfigError(f"{environment.world} processes were started for --tp {serve.ranks}; start one a rank")
-    device = place(environment, made.device_type)
+    device = place(serve, environment, made.device_type)
     if comm is None:
-        comm = connect(device) if environment.world > 1 else Alone()
+        staged = len(set(serve.gpu)) < len(serve.gpu)
+        comm = connect(device, staged=staged) if environment.world > 1 else Alone()
     ctx = RankContext(
         rank=environment.rank,
         world=environment.world,
@@ -200,7 +237,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     runner = Runner(model, caches, tables, ctx)
-    if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton":
+    if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
         runner.capture()
     return Rank(made, ctx, runner, limits)
 

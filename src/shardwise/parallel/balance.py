@@ -9,6 +9,7 @@ from shardwise.shard import ParamSpec, Partition, Partitions, finest_units
 
 ALIGNMENTS = (128, 64, 32, 16, 8, 4, 2, 1)  # elements of a unit that kernels like, best first
 HEAD_GROUPS = ("attention", "delta", "vision")  # a head is the unit, whatever its width
+EXACT = 1 + 1e-9
 TOLERANCE = 1.15  # a coarser unit is taken while no rank gets more than this times its share
 
 
@@ -27,19 +28,24 @@ def overload(partition: Partition, weights: Sequence[float]) -> float:
     return max(count / share for count, share in zip(counts, shares, strict=True) if share) if any(shares) else 1.0
 
 
+def starved(partition: Partition, weights: Sequence[float]) -> bool:
+    """Whether a rank gets nothing although it should get something."""
+    return any(
+        weight and start == stop for weight, (start, stop) in zip(weights, pairwise(partition.bounds), strict=True)
+    )
+
+
 def split(specs: Mapping[str, ParamSpec], group: str, weights: Sequence[float]) -> Partition:
-    """Units of the coarsest alignment that still follows `weights` closely, else the finest."""
-    best: Partition | None = None
-    for align in (1,) if group in HEAD_GROUPS else ALIGNMENTS:
-        units = group_units(specs, group, align)
-        if units:
-            partition = Partition.weighted(units, weights)
-            if overload(partition, weights) <= TOLERANCE:
-                return partition
-            best = partition
-    if best is None:
+    """Units of the coarsest alignment that follows `weights` exactly, or else closely, else the finest."""
+    counts = [group_units(specs, group, align) for align in ((1,) if group in HEAD_GROUPS else ALIGNMENTS)]
+    made = [Partition.weighted(units, weights) for units in counts if units]
+    if not made:
         raise ConfigError(f"group {group!r}: no unit divides all of its tensors")
-    return best
+    for limit in (EXACT, TOLERANCE):
+        for one in made:
+            if overload(one, weights) <= limit and not starved(one, weights):
+                return one
+    return made[-1]
 
 
 def partitions(

@@ -23,6 +23,7 @@ class Communicator(Protocol):
 
     rank: int
     world: int
+    capturable: bool  # whether a CUDA graph can hold what it does
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, the same bits on each; in place where the backend can."""
@@ -54,6 +55,7 @@ class Alone:
 
     rank = 0
     world = 1
+    capturable = True
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -76,6 +78,8 @@ class Alone:
 
 class TorchCommunicator:
     """torch.distributed: `data` for tensors of the device, `control` (Gloo) for host messages."""
+
+    capturable = True
 
     def __init__(self, data: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self.data, self.control = data, control
@@ -124,12 +128,28 @@ class TorchCommunicator:
         return payload
 
 
-def connect(device: torch.device, timeout_s: float = 120.0) -> TorchCommunicator:
+class StagedCommunicator(TorchCommunicator):
+    """The same for ranks that share a GPU, which NCCL refuses: tensors go through the host's memory, over Gloo."""
+
+    capturable = False
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(super().all_reduce(x.cpu()))
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        return super().all_gather(x.cpu(), widths).to(x.device)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(super().broadcast(x.cpu()))
+
+
+def connect(device: torch.device, timeout_s: float = 120.0, *, staged: bool = False) -> TorchCommunicator:
     """Join the group that the elastic launcher made and prove that it computes.
 
-    Raises ConfigError if the peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
+    staged: some ranks share a GPU, so data goes through the host; all ranks are told the same. Raises ConfigError if
+    the peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" and not staged else "gloo"
     try:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -138,7 +158,7 @@ def connect(device: torch.device, timeout_s: float = 120.0) -> TorchCommunicator
         data = dist.new_group(ranks, backend=backend, timeout=IDLE_LIMIT)
         assert isinstance(control, dist.ProcessGroup)
         assert isinstance(data, dist.ProcessGroup)
-        comm = TorchCommunicator(data, control)
+        comm = (StagedCommunicator if staged else TorchCommunicator)(data, control)
         prove(comm, device)
     except (dist.DistError, RuntimeError) as error:
         raise ConfigError(

@@ -1,0 +1,81 @@
+"""A decode step of the text model as stages between collectives, for forecasts of its speed (parallel/cost.py)."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.config import ModelConfig
+from shardwise.layers.embedding import EMBED, HEAD
+from shardwise.models.qwen3_5 import layer_name
+from shardwise.parallel.cost import Anatomy, Stage
+from shardwise.shard import ParamSpec
+
+Specs = Mapping[str, ParamSpec]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels that a captured step launches, by stage, the norm and the addition after each included."""
+
+    attention: int = 10
+    delta: int = 9
+    moe: int = 13
+    mlp: int = 4
+    head: int = 8  # with the sampler's
+    embedding: int = 4
+
+
+def stages(config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_tokens: int) -> Anatomy:
+    """The stages of one step of a model with weights `specs` and caches of `page` and `row`."""
+    kernels, found = Kernels(), Counter[Stage]()
+    for i, kind in enumerate(config.layer_types):
+        mixer = "attention" if kind == "full_attention" else "delta"
+        found[
+            replace(
+                _stage(mixer, specs, f"{layer_name(i)}.{mixer}.", getattr(kernels, mixer)),
+                page=_plain(page, f"{layer_name(i)}.{mixer}."),
+                row=_plain(row, f"{layer_name(i)}.{mixer}."),
+                page_tokens=page_tokens,
+                summed=config.hidden_size,
+            )
+        ] += 1
+        stage = _stage("feed-forward", specs, f"{layer_name(i)}.mlp.", kernels.moe if config.experts else kernels.mlp)
+        experts = _plain(specs, f"{layer_name(i)}.mlp.experts.")
+        read = tuple(spec for spec in stage.read if spec not in experts)
+        norms = tuple(
+            spec for norm in ("input", "post_attention") for spec in _plain(specs, f"{layer_name(i)}.{norm}_")
+        )
+        found[
+            replace(
+                stage,
+                held=stage.held + norms,
+                read=read,
+                sparse=experts,
+                experts=config.experts,
+                chosen=config.experts_per_token,
+                summed=config.hidden_size,
+            )
+        ] += 1
+    head = _plain(specs, HEAD)
+    ends = (
+        Stage("embedding", held=_plain(specs, EMBED), kernels=kernels.embedding, summed=config.hidden_size),
+        Stage(
+            "head", held=head + _plain(specs, "norm"), read=head or _plain(specs, EMBED), kernels=kernels.head,
+            gathered=config.vocab_size,
+        ),
+    )  # fmt: skip
+    return Anatomy((*ends, *(replace(stage, count=count) for stage, count in found.items())))
+
+
+def _plain(specs: Specs, prefix: str) -> tuple[ParamSpec, ...]:
+    """Specs under `prefix` without their names, so that layers alike are equal."""
+    return tuple(replace(spec, sources=_unnamed(spec)) for name, spec in specs.items() if name.startswith(prefix))
+
+
+def _unnamed(spec: ParamSpec) -> tuple[str, ...]:
+    return tuple(f"{'{e}' if spec.per_expert else ''}{n}" for n in range(len(spec.sources)))
+
+
+def _stage(name: str, specs: Specs, prefix: str, kernels: int) -> Stage:
+    held = _plain(specs, prefix)
+    return Stage(name, held=held, read=held, kernels=kernels)
