@@ -220,7 +220,7 @@ def parse_vision_config(raw: Mapping[str, Any], processor: Mapping[str, Any] | N
     if hidden % (4 * heads) or side**2 != vision.get("num_position_embeddings", 2304):
         raise ConfigError(
             f"config.json: a vision tower of {hidden} columns in {heads} heads and "
-            f"{vision.get('num_position_embeddings')} positions; heads of a multiple of 4 columns and a square are needed"
+            f"{vision.get('num_position_embeddings')} positions; heads of 4n columns and a square are needed"
         )
     _require(vision.get("out_hidden_size"), text.get("hidden_size"), "vision_config.out_hidden_size")
     rope = vision.get("rope_parameters") or {}
@@ -246,9 +246,7 @@ def parse_vision_config(raw: Mapping[str, Any], processor: Mapping[str, Any] | N
 def load_vision_config(folder: Path) -> VisionConfig | None:
     """The vision tower of `folder`, a local checkpoint; None if there is none. Raises ConfigError."""
     processor = folder / "preprocessor_config.json"
-    return parse_vision_config(
-        read_json(folder / "config.json"), read_json(processor) if processor.exists() else None
-    )
+    return parse_vision_config(read_json(folder / "config.json"), read_json(processor) if processor.exists() else None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

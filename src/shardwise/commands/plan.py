@@ -22,6 +22,7 @@ CLASSES = (
     ("delta", r"layers\.\d+\.delta\."),
     ("experts", r"layers\.\d+\.mlp\.experts\."),
     ("mlp", r"layers\.\d+\.mlp\."),
+    ("vision", r"visual\."),
     ("norms", r".*norm"),
 )
 
