@@ -91,6 +91,8 @@ class VisionConfig:
     pixel_std: tuple[float, ...]
     image_token: int
     video_token: int
+    start_token: int  # before and behind each picture, and each pair of frames of a video
+    end_token: int
 
     @property
     def head_dim(self) -> int:
@@ -240,6 +242,8 @@ def parse_vision_config(raw: Mapping[str, Any], processor: Mapping[str, Any] | N
         pixel_std=tuple(processor.get("image_std", (0.5, 0.5, 0.5))),
         image_token=_size(raw, "image_token_id"),
         video_token=_size(raw, "video_token_id"),
+        start_token=_size(raw, "vision_start_token_id"),
+        end_token=_size(raw, "vision_end_token_id"),
     )
 
 
