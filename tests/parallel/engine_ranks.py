@@ -11,7 +11,7 @@ import torch
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
 from shardwise.engine.build import Leader, build_rank
-from shardwise.engine.messages import Failed, Generate, SamplingParams, Tokens
+from shardwise.engine.messages import Failed, Generate, Picture, SamplingParams, Tokens
 from shardwise.parallel.comm import Alone, TorchCommunicator
 from shardwise.shard import ParamSpec, Segment
 
@@ -43,11 +43,12 @@ def generate(
     group: Any,
     *,
     serve: Mapping[str, Any],
-    requests: Sequence[tuple[list[int], dict[str, Any]]],
+    requests: Sequence[tuple[Any, ...]],
     arrive_every: int = 0,
     wrong_cut: bool = False,
 ) -> tuple[list[list[int]], int] | None:
-    """On the first rank the tokens of each request (prompt, sampling), its stop token at the end, and the preemptions.
+    """On the first rank the tokens of each request (prompt, sampling, and its pictures if it has any: the fields of
+    Picture after the id), its stop token at the end, and the preemptions.
 
     arrive_every: steps between two arrivals; 0: all at once.
     """
@@ -60,15 +61,15 @@ def generate(
         one.runner.follow()
         return None
     leader = Leader(one, config)
-    waiting = [
-        Generate(str(n), prompt, msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams))
-        for n, (prompt, sampling) in enumerate(requests)
-    ]
+    waiting = [message_of(n, *request) for n, request in enumerate(requests)]
     out: list[list[int]] = [[] for _ in requests]
     steps = 0
     while waiting or leader.has_work():
         while waiting and (not arrive_every or steps % arrive_every == 0 or not leader.has_work()):
-            leader.add(waiting.pop(0))
+            generate, pictures = waiting.pop(0)
+            for picture in pictures:
+                leader.add_picture(picture)
+            leader.add(generate)
             if arrive_every:
                 break
         for message in leader.step():
@@ -77,6 +78,14 @@ def generate(
     leader.engine.check()
     leader.stop()
     return out, leader.stats().preemptions
+
+
+def message_of(
+    n: int, prompt: list[int], sampling: dict[str, Any], pictures: Sequence[tuple[Any, ...]] = ()
+) -> tuple[Generate, list[Picture]]:
+    """What the API process would send for one request."""
+    chosen = msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams)
+    return Generate(str(n), prompt, chosen, pictures=len(pictures)), [Picture(str(n), *each) for each in pictures]
 
 
 def take(message: Tokens | Failed, out: list[list[int]]) -> None:

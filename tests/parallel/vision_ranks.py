@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from shardwise.config import ServeConfig
-from shardwise.engine.messages import Generate, Picture, SamplingParams
+from shardwise.engine.messages import Picture
 from shardwise.engine.pictures import PictureCache, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.models import vision
@@ -62,16 +62,3 @@ def logits(
             parts.append(one.runner.carry_out(StepPlan(1, [chunk], encode=encode, forget=forget)).clone())
         found.append(torch.cat(parts))
     return found
-
-
-def requests(
-    prompts: Sequence[tuple[list[int], dict[str, Any], Sequence[Sent]]],
-) -> list[tuple[Generate, list[Picture]]]:
-    """What the API process would send for each prompt."""
-    return [
-        (
-            Generate(str(n), ids, msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams), 0, len(sent)),
-            [Picture(str(n), *each) for each in sent],
-        )
-        for n, (ids, sampling, sent) in enumerate(prompts)
-    ]
