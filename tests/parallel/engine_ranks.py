@@ -52,11 +52,11 @@ def generate(
 
     arrive_every: steps between two arrivals; 0: all at once.
     """
-    torch.set_num_threads(1)
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):
         one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
+    torch.set_num_threads(1)  # more of them wait for one another where other tests run
     if rank:
         one.runner.follow()
         return None

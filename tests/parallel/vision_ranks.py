@@ -20,9 +20,9 @@ Sent = tuple[int, int, int, bytes, bytes]  # at, height, width, digest, pixels
 
 
 def rank_of(rank: int, world: int, group: Any, serve: Mapping[str, Any]) -> Any:
-    config = ServeConfig(ranks=world, device="cpu", **serve)
+    one = kept(rank, world, group, msgspec.json.encode(ServeConfig(ranks=world, device="cpu", **serve)))
     torch.set_num_threads(1)
-    return kept(rank, world, group, msgspec.json.encode(config))
+    return one
 
 
 def features(
