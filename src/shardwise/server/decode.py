@@ -142,6 +142,8 @@ def _animation(image: Image.Image, sampling: Sampling) -> Clip:
     durations_s: list[float] = []
     for i in range(count):
         image.seek(i)
+        if image.format == "WEBP":  # tells how long a frame stays only with its pixels
+            image.load()
         durations_s.append(max(float(image.info.get("duration") or 0), 0.0) / 1000 or 0.1)
     starts_s = [0.0, *itertools.accumulate(durations_s)]
     frames, seconds = list[Image.Image](), list[float]()
