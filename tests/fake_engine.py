@@ -1,10 +1,10 @@
 """An engine for tests of the server: deterministic, with delays, refusals and failures on demand."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from shardwise.engine.client import EngineFailed, RequestRefused
-from shardwise.engine.messages import FinishReason, Logprob, Ready, SamplingParams, Stats, Tokens
+from shardwise.engine.messages import FinishReason, Logprob, Picture, Ready, SamplingParams, Stats, Tokens
 
 READY = Ready(max_model_len=512, kv_tokens=4096, max_num_seqs=8, ranks=1)
 
@@ -29,6 +29,7 @@ class FakeEngine:
         self.tokens_per_message = 1
         self.finish_reason: FinishReason | None = None
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.pictures: list[Picture] = []
         self.running: set[str] = set()
         self.cancelled: set[str] = set()
 
@@ -37,9 +38,15 @@ class FakeEngine:
         return None if count is None else Logprob(token, -0.5, [(token + i, -0.5 - i) for i in range(count)])
 
     async def generate(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int = 0,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Tokens, None]:
         assert request_id not in self.running
+        self.pictures += pictures
         self.requests.append((request_id, prompt, sampling))
         self.running.add(request_id)
         ended = False

@@ -110,6 +110,13 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device-profile", metavar="FILE", help="the same, as TOML", **unset)
     group.add_argument("--objective", choices=choices("objective"), help="of a split that is chosen", **unset)
+    group = parser.add_argument_group("pictures")
+    group.add_argument("--vision", choices=choices("vision"), help="tower: cut, whole on each rank, or none", **unset)
+    group.add_argument(
+        "--text-model-only", dest="vision", action="store_const", const="off", help="the same as --vision off", **unset
+    )
+    group.add_argument("--vision-cache-tokens", type=COUNT, metavar="TOKENS", help="of pictures to keep", **unset)
+    group.add_argument("--max-image-pixels", type=COUNT, metavar="PIXELS", help="scale larger ones down", **unset)
     group = parser.add_argument_group("execution")
     group.add_argument("--device", choices=choices("device"), **unset)
     group.add_argument("--kernels", choices=choices("kernels"), **unset)
@@ -139,6 +146,12 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", help="that every request must bring", **unset)
     group.add_argument("--reasoning-parser", choices=choices("reasoning_parser"), help="none: keep <think>", **unset)
     group.add_argument("--max-body-bytes", type=COUNT, metavar="BYTES", help="of one request", **unset)
+    group.add_argument("--max-images", type=number(0, float("inf")), metavar="N", help="of one request", **unset)
+    group.add_argument(
+        "--allow-remote-images", nargs="?", const="public", choices=choices("allow_remote_images"),
+        help="fetch http(s) URLs: of public addresses, or of any", **unset,
+    )  # fmt: skip
+    group.add_argument("--allowed-media-path", metavar="FOLDER", help="file:// URLs below it are read", **unset)
     group.add_argument("--drain-seconds", type=number(0, 86400, float), help="for what runs, on SIGTERM", **unset)
     # Between our own processes: a whole config; the folder and the launcher of ranks that are there already (see
     # commands/serve.py); a process to die with; another engine than the real one, in tests.

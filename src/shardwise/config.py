@@ -4,6 +4,7 @@ Both are frozen and resolved once. Environment variables are read in this file a
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,37 @@ class ModelConfig:
     def mrope_section(self) -> tuple[int, ...]:
         """How many of the rotary_dim / 2 frequencies follow time, height and width."""
         return tuple(self.rope.get("mrope_section", (11, 11, 10)))
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Geometry of the vision tower, and how the checkpoint's processor scales pixels. Sizes in pixels or elements."""
+
+    depth: int
+    hidden_size: int
+    heads: int
+    intermediate_size: int
+    channels: int
+    patch_size: int
+    frames: int  # of a patch, along time
+    merge: int  # merge x merge patches become one token
+    out_hidden_size: int
+    grid_side: int  # of the square of learned position embeddings
+    rope_theta: float
+    pixel_mean: tuple[float, ...]  # a channel's value is (byte / 255 - mean) / std
+    pixel_std: tuple[float, ...]
+    image_token: int
+    video_token: int
+    start_token: int  # before and behind each picture, and each pair of frames of a video
+    end_token: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.heads
+
+    def tokens(self, height: int, width: int) -> int:
+        """Tokens of a picture of so many patches."""
+        return height * width // self.merge**2
 
 
 def _require(found: Any, expected: Any, what: str) -> None:
@@ -173,6 +205,54 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | N
     return config
 
 
+def parse_vision_config(raw: Mapping[str, Any], processor: Mapping[str, Any] | None = None) -> VisionConfig | None:
+    """The tower in `raw`, the contents of config.json; None if it has none. `processor`: preprocessor_config.json.
+
+    Raises ConfigError for every setting whose mathematics we do not have.
+    """
+    vision, processor = raw.get("vision_config"), processor or {}
+    if not vision:
+        return None
+    _require(vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh", "vision_config.hidden_act")
+    _require(bool(vision.get("deepstack_visual_indexes")), False, "vision_config.deepstack_visual_indexes (any)")
+    _require(processor.get("rescale_factor", 1 / 255), 1 / 255, "rescale_factor of preprocessor_config.json")
+    text = raw.get("text_config") or raw
+    hidden, heads = _size(vision, "hidden_size", 1152), _size(vision, "num_heads", 16)
+    side = math.isqrt(_size(vision, "num_position_embeddings", 2304))
+    if hidden % (4 * heads) or side**2 != vision.get("num_position_embeddings", 2304):
+        raise ConfigError(
+            f"config.json: a vision tower of {hidden} columns in {heads} heads and "
+            f"{vision.get('num_position_embeddings')} positions; heads of 4n columns and a square are needed"
+        )
+    _require(vision.get("out_hidden_size"), text.get("hidden_size"), "vision_config.out_hidden_size")
+    rope = vision.get("rope_parameters") or {}
+    return VisionConfig(
+        depth=_size(vision, "depth", 27),
+        hidden_size=hidden,
+        heads=heads,
+        intermediate_size=_size(vision, "intermediate_size", 4304),
+        channels=_size(vision, "in_channels", 3),
+        patch_size=_size(vision, "patch_size", 16),
+        frames=_size(vision, "temporal_patch_size", 2),
+        merge=_size(vision, "spatial_merge_size", 2),
+        out_hidden_size=_size(vision, "out_hidden_size"),
+        grid_side=side,
+        rope_theta=float(rope.get("rope_theta", 10_000.0)),
+        pixel_mean=tuple(processor.get("image_mean", (0.5, 0.5, 0.5))),
+        pixel_std=tuple(processor.get("image_std", (0.5, 0.5, 0.5))),
+        image_token=_size(raw, "image_token_id"),
+        video_token=_size(raw, "video_token_id"),
+        start_token=_size(raw, "vision_start_token_id"),
+        end_token=_size(raw, "vision_end_token_id"),
+    )
+
+
+def load_vision_config(folder: Path) -> VisionConfig | None:
+    """The vision tower of `folder`, a local checkpoint; None if there is none. Raises ConfigError."""
+    processor = folder / "preprocessor_config.json"
+    return parse_vision_config(read_json(folder / "config.json"), read_json(processor) if processor.exists() else None)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError if `path` is missing or is not a JSON object."""
     try:
@@ -215,6 +295,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpu_memory_utilization: float = 0.9
     kv_tokens: int = 0  # size of the KV cache; 0: what the memory leaves
     page_tokens: int = 64
+    vision: Literal["auto", "shard", "replicate", "off"] = "auto"  # the vision tower: cut, whole on each rank, left out
+    vision_cache_tokens: int = 32768  # tokens' worth of encoded pictures that are kept for pictures that come again
+    max_image_pixels: int = 4 << 20  # a larger picture, or frame of a video, is scaled down to this
+    max_images: int = 64  # of one request; a video counts as one for each two of its frames
+    allow_remote_images: Literal["no", "public", "any"] = "no"  # http(s); public: of public addresses only
+    allowed_media_path: str = ""  # file:// below this folder
     seed: int = 0
     host: str = "127.0.0.1"
     port: int = 8000

@@ -1,6 +1,6 @@
 """The miniature's evaluation set: its cases, their prompts, and what counts as a right answer.
 
-Pictures are left out so far: `load_cases` returns the cases of text, `skipped` counts the others by skill.
+`load_cases` returns the cases of text, and those with pictures if asked to; `skipped` counts these by skill.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 PICTURES = "picture_"  # the skills that need the vision tower begin so
 GOLDEN = Path(__file__).with_name("miniature_hf.json")
+GOLDEN_PICTURES = Path(__file__).with_name("pictures_hf.json")
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Golden:
     margin: float
 
 
-def golden() -> dict[int, Golden]:
-    """transformers' greedy fp32 answers to the text cases, by case id, from make_miniature_hf.py."""
-    answers = json.loads(GOLDEN.read_text(encoding="utf-8"))["answers"]
+def golden(path: Path = GOLDEN) -> dict[int, Golden]:
+    """transformers' greedy fp32 answers by case id: of the text cases, or those in another file."""
+    answers = json.loads(path.read_text(encoding="utf-8"))["answers"]
     return {int(key): Golden(tuple(value["ids"]), value["margin"]) for key, value in answers.items()}

@@ -7,7 +7,7 @@ Run again when the miniature or its evaluation set changes; takes some minutes. 
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,15 @@ def complete(
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    stops = set(model.generation_config.eos_token_id)
+    return measured(model, {"input_ids": ids, "attention_mask": mask}, limits)
+
+
+def measured(model: Any, inputs: Mapping[str, torch.Tensor], limits: Sequence[int]) -> list[tuple[list[int], float]]:
+    """Greedy completions of `inputs`: token ids and the smallest lead of each."""
+    stops, width = set(model.generation_config.eos_token_id), inputs["input_ids"].shape[1]
     with torch.inference_mode():
         out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=max(limits),
-            return_dict_in_generate=True,
-            output_logits=True,
+            **inputs, do_sample=False, max_new_tokens=max(limits), return_dict_in_generate=True, output_logits=True
         )
     best = torch.stack(out.logits, 1).topk(2, dim=-1).values
     leads = best[..., 0] - best[..., 1]

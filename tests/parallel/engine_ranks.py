@@ -10,7 +10,7 @@ import msgspec
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
 from shardwise.engine.build import Leader, build_rank
-from shardwise.engine.messages import Failed, Generate, SamplingParams, Tokens
+from shardwise.engine.messages import Failed, Generate, Picture, SamplingParams, Tokens
 from shardwise.parallel.comm import Alone, TorchCommunicator
 from shardwise.shard import ParamSpec, Segment
 
@@ -42,11 +42,12 @@ def generate(
     group: Any,
     *,
     serve: Mapping[str, Any],
-    requests: Sequence[tuple[list[int], dict[str, Any]]],
+    requests: Sequence[tuple[Any, ...]],
     arrive_every: int = 0,
     wrong_cut: bool = False,
 ) -> tuple[list[list[int]], int] | None:
-    """On the first rank the tokens of each request (prompt, sampling), its stop token at the end, and the preemptions.
+    """On the first rank the tokens of each request (prompt, sampling, and its pictures if it has any: the fields of
+    Picture after the id), its stop token at the end, and the preemptions.
 
     arrive_every: steps between two arrivals; 0: all at once.
     """
@@ -54,19 +55,20 @@ def generate(
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):
         one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
+    torch.set_num_threads(1)  # more of them wait for one another where other tests run
     if rank:
         one.runner.follow()
         return None
     leader = Leader(one, config)
-    waiting = [
-        Generate(str(n), prompt, msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams))
-        for n, (prompt, sampling) in enumerate(requests)
-    ]
+    waiting = [message_of(n, *request) for n, request in enumerate(requests)]
     out: list[list[int]] = [[] for _ in requests]
     steps = 0
     while waiting or leader.has_work():
         while waiting and (not arrive_every or steps % arrive_every == 0 or not leader.has_work()):
-            leader.add(waiting.pop(0))
+            generate, pictures = waiting.pop(0)
+            for picture in pictures:
+                leader.add_picture(picture)
+            leader.add(generate)
             if arrive_every:
                 break
         for message in leader.step():
@@ -75,6 +77,14 @@ def generate(
     leader.engine.check()
     leader.stop()
     return out, leader.stats().preemptions
+
+
+def message_of(
+    n: int, prompt: list[int], sampling: dict[str, Any], pictures: Sequence[tuple[Any, ...]] = ()
+) -> tuple[Generate, list[Picture]]:
+    """What the API process would send for one request."""
+    chosen = msgspec.convert({"temperature": 0.0, **sampling}, SamplingParams)
+    return Generate(str(n), prompt, chosen, pictures=len(pictures)), [Picture(str(n), *each) for each in pictures]
 
 
 def take(message: Tokens | Failed, out: list[list[int]]) -> None:

@@ -70,6 +70,13 @@ class Names:
         """The checkpoint's name of `name`, as in "layers.0.input_layernorm.weight"."""
         return self.prefix + name
 
+    @property
+    def visual(self) -> str | None:
+        """The checkpoint's name of the vision tower, None if it has none."""
+        if not self.modules:
+            return "model.visual"
+        return next((f"{root}visual" for root in ROOTS if f"{root}visual" in self.modules), None)
+
     def stacked(self, layer: int) -> bool:
         """Whether the experts of `layer` are stacked in one tensor. Raises ConfigError if they are both or neither."""
         experts = self.text(f"layers.{layer}.mlp.experts")

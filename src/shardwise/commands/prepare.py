@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.config import ModelConfig, ServeConfig, load_model_config, read_json
+from shardwise.config import ModelConfig, ServeConfig, VisionConfig, load_model_config, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,14 @@ def check_split(config: ServeConfig) -> ModelConfig:
     from shardwise.engine.build import blueprint
 
     return blueprint(config).model
+
+
+def check_pictures(config: ServeConfig) -> VisionConfig | None:
+    """The vision tower that the ranks of `config` will have. Raises ConfigError."""
+    from shardwise.engine.build import blueprint
+
+    vision = blueprint(config).vision
+    return vision.config if vision else None
 
 
 def generation_settings(config: ServeConfig) -> dict:

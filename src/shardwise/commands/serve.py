@@ -27,7 +27,14 @@ from typing import Any
 
 import msgspec
 
-from shardwise.commands.prepare import check_split, generation_settings, resolve_model, set_up_logging, settle_split
+from shardwise.commands.prepare import (
+    check_pictures,
+    check_split,
+    generation_settings,
+    resolve_model,
+    set_up_logging,
+    settle_split,
+)
 from shardwise.config import STORE_PER_GROUP, ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.client import EngineClient, EngineFailed
 from shardwise.engine.folder import RunFolder
@@ -85,12 +92,15 @@ def bind(config: ServeConfig) -> socket.socket:
 def make_app(config: ServeConfig, client: EngineClient) -> Any:
     """The HTTP application. Raises ConfigError for what the tokenizer or the split would fail of."""
     from shardwise.server.app import create_app
+    from shardwise.server.media import Media
     from shardwise.server.sampling import GenerationDefaults
     from shardwise.server.tokenizer import Tokenizer
 
     model = check_split(config)
     defaults = GenerationDefaults.parse(generation_settings(config))
-    return create_app(config, client, Tokenizer.load(Path(config.model)), model, defaults)
+    vision = check_pictures(config)
+    media = Media.load_processor(config, vision) if vision else None
+    return create_app(config, client, Tokenizer.load(Path(config.model)), model, defaults, media)
 
 
 async def serve(config: ServeConfig, folder: RunFolder, group: EngineGroup | None, listener: socket.socket) -> int:

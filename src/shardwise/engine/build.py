@@ -26,11 +26,14 @@ from shardwise.config import (
     read_json,
 )
 from shardwise.engine.engine import Engine
+from shardwise.engine.features import Features
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
 from shardwise.engine.runner import Runner
 from shardwise.engine.tables import PageTables
+from shardwise.engine.vision import Vision, choose
+from shardwise.engine.vision import trial as vision_trial
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
@@ -57,6 +60,7 @@ class Blueprint:
     dtype: str  # of activations and plain weights, by safetensors' name
     device_type: str
     left_out: Mapping[str, Sequence[str]]  # tensors of the checkpoint that are not served, by kind
+    vision: Vision | None  # None: text only
 
 
 def device_kind(serve: ServeConfig) -> str:
@@ -84,6 +88,10 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
     formats = Formats(model.raw, read_json(quantization) if quantization.exists() else None, index, dtype)
     specs = declare(model, names, lambda source: formats.of(source, experts=model.experts), dtype)
     left_out = names.left_out(index or (), model.tied)
+    vision = choose(serve, model, names)
+    if vision is not None:
+        specs = {**specs, **vision.declare(dtype)}
+        left_out.pop("visual", None)
     if index is not None:
         account(index, index, specs.values(), [name for those in left_out.values() for name in those])
     caches = CacheSpecs(declare_pages(model, serve.page_tokens, dtype), declare_rows(model, dtype))
@@ -97,6 +105,7 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
         dtype=dtype,
         device_type=device_type,
         left_out=left_out,
+        vision=vision,
     )
 
 
@@ -125,8 +134,8 @@ def sharers(serve: ServeConfig, device: torch.device) -> int:
     return serve.gpu.count(str(device.index)) or 1
 
 
-def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> Model:
-    """The rank's part of the model, on its device."""
+def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> tuple[Model, Features | None]:
+    """The rank's part of the model and of its vision tower, on its device."""
     begin_s = time.monotonic()
     source = made.source or DummySource(made.specs.values(), seed=seed, device=ctx.device)
     weights = load(made.specs, made.partitions, ctx.rank, source, ctx.device)
@@ -134,7 +143,7 @@ def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> Model:
     read_bytes = made.source.bytes_read if made.source else 0
     took_s = time.monotonic() - begin_s
     logger.info("%d bytes of weights in %.1f s, %d bytes read", held_bytes, took_s, read_bytes)
-    return Model(made.model, weights, ctx)
+    return Model(made.model, weights, ctx), made.vision and made.vision.features(weights, ctx)
 
 
 def free_bytes(serve: ServeConfig, ctx: RankContext, local_ranks: int) -> int:
@@ -162,7 +171,14 @@ def trial(made: Blueprint, model: Model, ctx: RankContext, tokens: int, page_tok
     return torch.cuda.max_memory_allocated(ctx.device) - before if ctx.device.type == "cuda" else 0
 
 
-def budget(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, local_ranks: int) -> Budget:
+def budget(
+    serve: ServeConfig,
+    made: Blueprint,
+    model: Model,
+    ctx: RankContext,
+    local_ranks: int,
+    features: Features | None = None,
+) -> Budget:
     """Rows and pages that every rank affords beside its weights and the largest step."""
     kind = ctx.device.type
     row_bytes = made.caches.row_bytes(made.partitions, ctx.rank)
@@ -170,6 +186,8 @@ def budget(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, 
     step_tokens = settle(serve, made.model, kind, 1, 1 << 40).max_num_batched_tokens if kind == "cuda" else 64
     step_tokens = min(step_tokens, made.model.max_position_embeddings)
     step_bytes = trial(made, model, ctx, step_tokens, serve.page_tokens)
+    if made.vision is not None and features is not None:
+        step_bytes = max(step_bytes, vision_trial(serve, features, ctx)) + made.vision.cache_bytes(serve, ctx)
     if kind == "cuda":
         torch.cuda.empty_cache()
     free = free_bytes(serve, ctx, local_ranks) - step_bytes
@@ -231,12 +249,12 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         device=device,
         dtype=DTYPES[made.dtype],
     )
-    model = load_weights(made, ctx, serve.seed)
-    limits = budget(serve, made, model, ctx, environment.local_world)
+    model, features = load_weights(made, ctx, serve.seed)
+    limits = budget(serve, made, model, ctx, environment.local_world, features)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
-    runner = Runner(model, caches, tables, ctx)
+    runner = Runner(model, caches, tables, ctx, features)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
         runner.capture()
     return Rank(made, ctx, runner, limits)
@@ -261,10 +279,11 @@ class Leader:
             model.eos_token_ids,
             serve.seed,
             overlap=rank.ctx.device.type == "cuda",
+            vision=rank.made.vision and rank.made.vision.config,
+            picture_tokens=serve.vision_cache_tokens,
         )
-        self.add, self.cancel, self.step, self.stats = (
-            self.engine.add, self.engine.cancel, self.engine.step, self.engine.stats,
-        )  # fmt: skip
+        self.add, self.add_picture = self.engine.add, self.engine.add_picture
+        self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats
 
     def ready(self) -> Ready:
         limits = self.rank.budget

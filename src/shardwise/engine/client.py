@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from shardwise.config import ConfigError
 from shardwise.engine.messages import (
@@ -18,6 +20,7 @@ from shardwise.engine.messages import (
     Failed,
     FromEngine,
     Generate,
+    Picture,
     Ready,
     SamplingParams,
     Stats,
@@ -83,9 +86,14 @@ class EngineClient:
                     return self.ready
 
     async def generate(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int = 0,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Tokens, None]:
-        """Tokens of one request as they come; the last has a finish_reason.
+        """Tokens of one request as they come; the last has a finish_reason. `pictures` in the order of the prompt.
 
         Raises RequestRefused or EngineFailed, with the first step of the iteration or in its midst. Closing the
         generator (`aclose`, `contextlib.aclosing`, cancelling its task) cancels the request in the engine.
@@ -99,14 +107,19 @@ class EngineClient:
         if request_id in self._requests:
             raise RequestRefused(f"request id {request_id!r} is in use", "request_id")
         try:
-            frame = pack([Generate(id=request_id, prompt=prompt, sampling=sampling, priority=priority)])
+            generate = Generate(request_id, prompt, sampling, priority, len(pictures))
+            frames = [pack([msgspec.structs.replace(picture, id=request_id)]) for picture in pictures]
+            frames.append(pack([generate]))
         except FrameError as error:
-            raise RequestRefused(f"a prompt of {len(prompt)} tokens is too long: {error}", "prompt") from None
+            raise RequestRefused(
+                f"{len(prompt)} tokens and {len(pictures)} pictures are too much: {error}", "prompt"
+            ) from None
         queue: asyncio.Queue[Tokens | Failed] = asyncio.Queue()
         self._requests[request_id] = queue
         ended = False
         try:
-            self._write(frame)
+            for frame in frames:
+                self._write(frame)
             while not ended:
                 message = await queue.get()
                 if isinstance(message, Failed):

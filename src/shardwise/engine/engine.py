@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import torch
 
-from shardwise.engine.messages import Failed, Generate, Logprob, Stats, Tokens
+from shardwise.config import VisionConfig
+from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats, Tokens
+from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_sampling
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
@@ -62,6 +65,8 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         overlap: bool = False,
+        vision: VisionConfig | None = None,
+        picture_tokens: int = 0,
     ) -> None:
         self.scheduler = Scheduler(limits)
         self._runner = runner
@@ -72,6 +77,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._launched: deque[_Launched] = deque()
         self._outbox: list[Tokens | Failed] = []
+        self._vision = vision
+        self._picture_cache = PictureCache(vision, picture_tokens) if vision else None
+        self._arrived: dict[str, list[Picture]] = {}  # pictures whose request has not come yet
         self._arrivals = self._prompt_tokens = self._generated_tokens = 0
 
     @property
@@ -79,9 +87,13 @@ class Engine:
         """Whether `step` has something to do or to say."""
         return bool(self._outbox or self._launched or self.scheduler.has_requests)
 
+    def add_picture(self, picture: Picture) -> None:
+        """Keep a picture for the request that is about to come."""
+        self._arrived.setdefault(picture.id, []).append(picture)
+
     def add(self, generate: Generate) -> None:
         """Queue a request; if it can never be served, the next `step` says why."""
-        sampling = generate.sampling
+        sampling, arrived = generate.sampling, self._arrived.pop(generate.id, [])
         try:
             if generate.id in self._requests:
                 raise RequestRefused(f"a request with id {generate.id!r} is running already", "request_id")
@@ -94,6 +106,7 @@ class Engine:
                 seed=(self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed) & SEED_MASK,
                 stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
                 priority=generate.priority,
+                pictures=self._place(generate, arrived),
             )
             self.scheduler.add(request)
         except RequestRefused as error:
@@ -104,6 +117,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """End a request at once; one that has ended already, or never was, is no error: messages cross."""
+        self._arrived.pop(request_id, None)
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request)
@@ -121,6 +135,8 @@ class Engine:
 
     def stats(self) -> Stats:
         pages, rows = self.scheduler.pages, self.scheduler.rows
+        cache = self._picture_cache
+        counts = cache.counts if cache else PictureCounts()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -132,6 +148,9 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             steps=self.scheduler.steps,
+            pictures_encoded=counts.encoded,
+            pictures_reused=counts.reused,
+            picture_tokens_held=cache.tokens if cache else 0,
         )
 
     def check(self) -> None:
@@ -143,9 +162,31 @@ class Engine:
                 f"{live} live requests; {len(self._requests)} known, {self._sampler.remembered} sampled"
             )
 
+    def _place(self, generate: Generate, arrived: list[Picture]) -> Pictures | None:
+        """The pictures of a request. Raises RequestRefused for what the tower cannot take."""
+        if len(arrived) != generate.pictures:
+            raise RequestRefused(f"{len(arrived)} pictures came for a request that has {generate.pictures}", "messages")
+        if not arrived:
+            return None
+        if self._vision is None:
+            raise RequestRefused("this server has no vision tower, so it takes no pictures", "messages")
+        try:
+            return Pictures(arrived, len(generate.prompt), self._vision)
+        except ValueError as error:
+            raise RequestRefused(str(error), "messages") from None
+
+    def _with_pictures(self, step: Step) -> StepPlan:
+        """The plan of `step`, with the pictures that the ranks have to encode for it."""
+        pairs = zip(step.requests, step.plan.chunks, strict=True)
+        work = [(request.pictures, chunk) for request, chunk in pairs if request.pictures and chunk.spans]
+        if not work or self._picture_cache is None:
+            return step.plan
+        encode, forget = self._picture_cache.step(work)
+        return msgspec.structs.replace(step.plan, encode=encode, forget=forget)
+
     def _launch(self, step: Step) -> _Launched:
         """Give a step to the device: model, sampler, and the scores of prompts. Nothing here waits for it."""
-        logits = self._runner.run(step.plan)
+        logits = self._runner.run(self._with_pictures(step))
         if logits is None:
             if step.sampled:
                 raise RuntimeError(

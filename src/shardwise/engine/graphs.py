@@ -95,7 +95,7 @@ class DecodeGraphs:
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
         wide = np.zeros((3, size), np.int64)
         wide[0, :count] = [chunk.tokens[0] if chunk.tokens else -chunk.row for chunk in chunks]
-        wide[1, :count] = starts
+        wide[1, :count] = starts + np.fromiter((chunk.shift for chunk in chunks), np.int64, count)
         wide[2, :count] = self.tables.slots(rows, starts)
         narrow = np.zeros(size * (2 + pages), np.int32)
         narrow[:count] = starts

@@ -38,11 +38,29 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 # API process -> first rank
 
 
+class Picture(msgspec.Struct, frozen=True, tag=True):
+    """A picture in the prompt of request `id`, or the frames of a video that share patches. Sent before its Generate.
+
+    at: the first of its tokens in the prompt. height, width: patches. digest: the same for equal pictures only.
+    pixels: bytes in the processor's order of patches; see models.vision.Picture.
+    """
+
+    id: str
+    at: int
+    height: int
+    width: int
+    digest: bytes
+    pixels: bytes
+
+
 class Generate(msgspec.Struct, frozen=True, tag=True):
+    """pictures: how many were sent for it."""
+
     id: str
     prompt: list[int]
     sampling: SamplingParams
     priority: int = 0
+    pictures: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -101,11 +119,14 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     generated_tokens: int
     steps: int
     cached_tokens: int = 0
+    pictures_encoded: int = 0
+    pictures_reused: int = 0
+    picture_tokens_held: int = 0
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """Answer to Drain: nothing runs any more."""
 
 
-ToEngine = Generate | Cancel | Drain
+ToEngine = Picture | Generate | Cancel | Drain
 FromEngine = Ready | Tokens | Failed | Stats | Drained

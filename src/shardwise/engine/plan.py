@@ -3,6 +3,24 @@
 import msgspec
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """`count` tokens of a chunk, from its token `at` on, take the features of a picture from number `first` on."""
+
+    digest: bytes
+    at: int
+    first: int
+    count: int
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True):
+    """A picture of height x width patches whose features all ranks shall hold; see models.vision.Picture."""
+
+    digest: bytes
+    height: int
+    width: int
+    pixels: bytes
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """`count` tokens of the request in `row`, from position `start` on.
 
@@ -10,6 +28,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     new_pages: pages that the request got since its last chunk, in the order of positions. A `start` of 0 (a new or
     resumed request) forgets all that the row held before.
     sample: whether the last of these tokens is followed by a sampled one.
+    shift: what is added to places to get positions, behind the pictures of a prompt. axes: the positions themselves,
+    int32 [3, count], where the chunk has or precedes a picture. spans: its tokens that are a picture's.
     """
 
     row: int  # 1 or more; row of state, of the page table and of the last tokens
@@ -19,14 +39,22 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     new_pages: list[int] = []
     sample: bool = False
     prompt_logits: bool = False  # logits of every token of the chunk are wanted (prompt logprobs)
+    shift: int = 0
+    axes: bytes = b""
+    spans: list[Span] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end."""
+    """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end.
+
+    Before the chunks, features are forgotten, then encoded.
+    """
 
     step: int
     chunks: list[Chunk] = []
     stop: bool = False
+    encode: list[Encode] = []
+    forget: list[bytes] = []
 
 
 class StepOutput(msgspec.Struct, frozen=True):

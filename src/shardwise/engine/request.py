@@ -5,6 +5,7 @@ from enum import Enum, auto
 from math import isfinite
 
 from shardwise.engine.messages import FinishReason, Logprob, SamplingParams
+from shardwise.engine.pictures import Pictures
 
 SEED_MASK = (1 << 64) - 1
 
@@ -58,6 +59,7 @@ class Request:
     seed: int = 0  # resolved: sampling.seed, or one the engine drew
     stop_ids: frozenset[int] = frozenset()  # of the request and, unless it ignores them, of the model
     priority: int = 0  # lower is served first
+    pictures: Pictures | None = None
 
     output: list[int] = field(default_factory=list)  # tokens known to the host, a final stop token not among them
     pending: int = 0  # tokens sampled, or to be, by steps in flight, that the host has not seen yet

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.engine.engine import StepLogits
+from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.tables import PageTables
@@ -21,12 +22,39 @@ from shardwise.parallel.context import RankContext
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model takes, on the device. tokens_T below zero stand for the last token of row -tokens_T."""
+    """What the model takes, on the device. tokens_T below zero stand for the last token of row -tokens_T.
+
+    positions_3T are [T] where the three axes are the same all over.
+    """
 
     tokens_T: torch.Tensor
-    positions_T: torch.Tensor
+    positions_3T: torch.Tensor
     seqs: Sequences
     logit_rows_L: torch.Tensor
+    feature_rows_F: torch.Tensor  # tokens that take a feature of a picture
+
+
+def positions_of(chunks: Sequence[Chunk], places: Sequence[np.ndarray]) -> np.ndarray:
+    """The positions of all tokens, [T] or, if any chunk is before the end of a picture, [3, T]."""
+    if not any(chunk.axes for chunk in chunks):
+        return np.concatenate([place + chunk.shift for chunk, place in zip(chunks, places, strict=True)])
+    axes = [
+        np.frombuffer(chunk.axes, np.int32).reshape(3, -1)
+        if chunk.axes
+        else np.broadcast_to(place + chunk.shift, (3, len(place)))
+        for chunk, place in zip(chunks, places, strict=True)
+    ]
+    return np.concatenate(axes, 1)
+
+
+def feature_rows(chunks: Sequence[Chunk], starts: Sequence[int]) -> np.ndarray:
+    """The tokens of the step that take a feature, in the order of the chunks' spans."""
+    rows = [
+        np.arange(start + span.at, start + span.at + span.count)
+        for chunk, start in zip(chunks, starts, strict=True)
+        for span in chunk.spans
+    ]
+    return np.concatenate(rows) if rows else np.zeros(0, np.int64)
 
 
 def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.device) -> Batch:
@@ -34,7 +62,8 @@ def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.devic
     counts = [chunk.count for chunk in chunks]
     starts = np.cumsum([0, *counts])
     lengths = [chunk.start + chunk.count for chunk in chunks]
-    positions = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+    places = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+    positions = positions_of(chunks, places)
     tokens = [chunk.tokens or [-chunk.row] for chunk in chunks]
     logit_rows = [
         row
@@ -44,17 +73,18 @@ def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.devic
     pages = -(-max(lengths) // tables.page_tokens)
     wide = (
         np.concatenate(tokens),
-        np.concatenate(positions),
-        np.concatenate([tables.slots(chunk.row, span) for chunk, span in zip(chunks, positions, strict=True)]),
+        positions.reshape(-1),
+        np.concatenate([tables.slots(chunk.row, span) for chunk, span in zip(chunks, places, strict=True)]),
         np.array(logit_rows, dtype=np.int64),
+        feature_rows(chunks, starts[:-1]),
     )
     rows = [chunk.row for chunk in chunks]
     narrow = (starts, [chunk.start for chunk in chunks], rows, tables.pages[rows, :pages].reshape(-1))
-    tokens_T, positions_T, kv_slots_T, logit_rows_L = to_device(wide, np.int64, device)
+    tokens_T, positions_X, kv_slots_T, logit_rows_L, feature_rows_F = to_device(wide, np.int64, device)
     starts_S1, context_S, rows_S, pages_X = to_device(narrow, np.int32, device)
     return Batch(
         tokens_T,
-        positions_T,
+        positions_X.view(positions.shape),
         Sequences(
             starts_S1=starts_S1,
             context_S=context_S,
@@ -66,6 +96,7 @@ def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.devic
             max_length=max(lengths),
         ),
         logit_rows_L,
+        feature_rows_F,
     )
 
 
@@ -81,8 +112,15 @@ def to_device(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type, device:
 class Runner:
     """Runs plans on one rank. The first rank also sends each plan ahead, and gets logits; all share the sampled ids."""
 
-    def __init__(self, model: Model, caches: Sequence[LayerCache], tables: PageTables, ctx: RankContext) -> None:
-        self.model, self.caches, self.tables, self.ctx = model, caches, tables, ctx
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[LayerCache],
+        tables: PageTables,
+        ctx: RankContext,
+        features: Features | None = None,
+    ) -> None:
+        self.model, self.caches, self.tables, self.ctx, self.features = model, caches, tables, ctx, features
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
         self.graphs: DecodeGraphs | None = None
 
@@ -96,7 +134,7 @@ class Runner:
         self.ctx.comm.send(msgspec.msgpack.encode(plan))
         if not plan.chunks:
             return None
-        logits_LV = self.forward(plan.chunks)
+        logits_LV = self.carry_out(plan)
         sampled, prompt, at = list[int](), dict[int, torch.Tensor](), 0
         for chunk in plan.chunks:
             rows = chunk.count if chunk.prompt_logits else int(chunk.sample)
@@ -110,17 +148,26 @@ class Runner:
         (index_L,) = to_device([sampled], np.int64, self.ctx.device)
         return StepLogits(logits_LV[index_L], prompt)
 
+    def carry_out(self, plan: StepPlan) -> torch.Tensor:
+        """This rank's part of a plan: its pictures, then its chunks."""
+        if self.features is not None:
+            self.features.update(plan)
+        return self.forward(plan.chunks)
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits [L, V] of the chunks that want any."""
         for chunk in chunks:
             self.tables.update(chunk)
-        if self.graphs and all(chunk.count == 1 and chunk.sample for chunk in chunks):
+        if self.graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return self.graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
         last_T = self.last_tokens[(-batch.tokens_T).clamp(min=0)]
         tokens_T = torch.where(batch.tokens_T < 0, last_T, batch.tokens_T)
-        return self.model(tokens_T, batch.positions_T, batch.seqs, self.caches, batch.logit_rows_L)
+        features_FH = self.features.of(chunks) if self.features is not None else None
+        return self.model(
+            tokens_T, batch.positions_3T, batch.seqs, self.caches, batch.logit_rows_L, features_FH, batch.feature_rows_F
+        )
 
     @torch.inference_mode()
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
@@ -134,6 +181,6 @@ class Runner:
         decoder = msgspec.msgpack.Decoder(StepPlan)
         while not (plan := decoder.decode(self.ctx.comm.receive())).stop:
             if plan.chunks:
-                self.forward(plan.chunks)
+                self.carry_out(plan)
                 if rows := [chunk.row for chunk in plan.chunks if chunk.sample]:
                     self.commit(rows, torch.zeros(len(rows), dtype=torch.int64, device=self.ctx.device))

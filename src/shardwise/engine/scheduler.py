@@ -191,7 +191,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """Write the grant down, and count it as done."""
-        start, end = request.computed, request.computed + count
+        start, end, pictures = request.computed, request.computed + count, request.pictures
         sample = end == request.length and request.sampling.max_tokens > 0
         chunk = Chunk(
             row=request.row,
@@ -201,6 +201,9 @@ class Scheduler:
             new_pages=request.pages[request.announced_pages :],
             sample=sample,
             prompt_logits=request.wants_prompt_logits(start),
+            shift=pictures.shift(start) if pictures else 0,
+            axes=pictures.axes(start, end) if pictures else b"",
+            spans=pictures.spans(start, end) if pictures else [],
         )
         request.announced_pages = len(request.pages)
         request.computed = end

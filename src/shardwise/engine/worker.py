@@ -21,7 +21,7 @@ import msgspec
 
 from shardwise.config import ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.folder import Broke, RunFolder, Serving, Started
-from shardwise.engine.messages import Cancel, Drain, Drained, Failed, Generate, Ready, Stats, ToEngine, Tokens
+from shardwise.engine.messages import Cancel, Drain, Drained, Failed, Generate, Picture, Ready, Stats, ToEngine, Tokens
 from shardwise.engine.processes import die_with_parent
 from shardwise.engine.wire import EngineConnection, FrameError, connect
 
@@ -45,6 +45,10 @@ class Leader(Protocol):
 
     def add(self, generate: Generate) -> None:
         """Take a request in; if it is refused, the next `step` says so."""
+        ...
+
+    def add_picture(self, picture: Picture) -> None:
+        """Keep a picture for the request that comes next."""
         ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -128,6 +132,8 @@ class FirstRank:
     def _take(self, message: ToEngine) -> None:
         self._stats_told = False
         match message:
+            case Picture():
+                self._engine.add_picture(message)
             case Generate() if self._draining.is_set():
                 self._connection.send([Failed(id=message.id, message=DRAINING)])
             case Generate():

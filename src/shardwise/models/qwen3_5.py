@@ -1,6 +1,6 @@
 """Qwen3.5 / Qwen3.6 text models, dense and MoE: which weights there are, and how a step flows through them.
 
-Legend: T tokens, L rows with logits, H hidden, R rotated pairs.
+Legend: T tokens, F those of pictures, L rows with logits, H hidden, R rotated pairs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,14 +108,19 @@ class Model:
         seqs: Sequences,
         caches: Sequence[LayerCache],
         logit_rows_L: torch.Tensor,
+        features_FH: torch.Tensor | None = None,
+        feature_rows_F: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`; `caches` (one a layer) move on.
 
-        tokens_T: int64 ids; positions_3T: int64, of time, height and width (equal for text).
+        tokens_T: int64 ids; positions_3T: int64, of time, height and width, or [T] if these are equal, as for text.
+        features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
         """
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
         eps = self.config.rms_norm_eps
         residual_TH = self.comm.all_reduce(self.embedding(tokens_T))
+        if features_FH is not None and feature_rows_F is not None:
+            residual_TH[feature_rows_F] = features_FH.float()
         x_TH = self.ops.rms_norm(residual_TH, self.layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):

@@ -8,7 +8,8 @@ from shardwise.config import ConfigError
 from shardwise.shard import ParamSpec, Partition, Partitions, finest_units
 
 ALIGNMENTS = (128, 64, 32, 16, 8, 4, 2, 1)  # elements of a unit that kernels like, best first
-HEAD_GROUPS = ("attention", "delta", "vision")  # a head is the unit, whatever its width
+TEXT_HEAD_GROUPS = ("attention", "delta")
+HEAD_GROUPS = (*TEXT_HEAD_GROUPS, "vision")  # a head is the unit, whatever its width
 EXACT = 1 + 1e-9
 TOLERANCE = 1.15  # a coarser unit is taken while no rank gets more than this times its share
 
@@ -71,7 +72,7 @@ def partitions(
                 f"--ratio {','.join(f'{w:g}' for w in weights)}: {len(weights)} weights for {ranks} ranks"
             )
         made[group] = split(specs, group, weights)
-    most = max((made[group].units for group in HEAD_GROUPS[:2] if group in made), default=ranks)
+    most = max((made[group].units for group in TEXT_HEAD_GROUPS if group in made), default=ranks)
     if ranks > most:
         raise ConfigError(
             f"{ranks} ranks are too many: the model has at most {most} heads to share out; use --tp {most}"

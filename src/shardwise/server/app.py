@@ -20,6 +20,7 @@ from shardwise.server.backend import Engine
 from shardwise.server.chat import create_chat_completion
 from shardwise.server.completions import create_completion
 from shardwise.server.errors import ApiError, from_exception
+from shardwise.server.media import Media
 from shardwise.server.metrics import Metrics
 from shardwise.server.middleware import RequestMiddleware, error_response
 from shardwise.server.requests import ChatBody, CompletionBody
@@ -135,19 +136,23 @@ def create_app(
     tokenizer: Tokenizer,
     model_config: ModelConfig,
     generation_defaults: GenerationDefaults,
+    media: Media | None = None,
 ) -> FastAPI:
     """The application over a running (or starting) engine. The caller starts, drains and closes `client`.
 
-    When the application ends, the tokenizer's threads are let go.
+    media: reads pictures and videos; None: text only. When the application ends, the threads of tokenizer and media
+    are let go.
     """
     services = Services(
-        config, client, tokenizer, model_config, generation_defaults, Metrics(client), created=int(time.time())
+        config, client, tokenizer, model_config, generation_defaults, Metrics(client), int(time.time()), media
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         tokenizer.close()
+        if media is not None:
+            media.close()
 
     # The interactive pages would load scripts from the network, so there are none; /openapi.json is there.
     app = FastAPI(title="shardwise", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)

@@ -1,9 +1,9 @@
 """What the server needs of an engine. `shardwise.engine.client.EngineClient` is the real one; tests bring their own."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from shardwise.engine.messages import Ready, SamplingParams, Stats, Tokens
+from shardwise.engine.messages import Picture, Ready, SamplingParams, Stats, Tokens
 
 
 class Engine(Protocol):
@@ -21,7 +21,14 @@ class Engine(Protocol):
     @property
     def draining(self) -> bool: ...
 
-    def generate(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> AsyncGenerator[Tokens, None]:
+    def generate(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int = 0,
+        pictures: Sequence[Picture] = (),
+    ) -> AsyncGenerator[Tokens, None]:
         """New tokens as they come; the last message has a finish_reason.
 
         Raises RequestRefused or EngineFailed (shardwise.engine.client), at the first step or later. Closing the

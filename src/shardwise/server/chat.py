@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shardwise.engine.messages import Picture
 from shardwise.server.errors import invalid
 from shardwise.server.generation import Piece, collect, merge
 from shardwise.server.logprobs import chat_logprobs
-from shardwise.server.messages import template_messages
+from shardwise.server.media import Loaded
+from shardwise.server.messages import media_parts, template_messages
 from shardwise.server.middleware import read_body
 from shardwise.server.requests import ChatBody, parse
 from shardwise.server.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
@@ -110,8 +112,8 @@ class _Answer:
         yield DONE
 
 
-def _prompt(services: Services, request: ChatBody) -> tuple[str, list[int]]:
-    """The rendered prompt and its token ids. Raises ApiError."""
+def _prompt(services: Services, request: ChatBody, loaded: Sequence[Loaded]) -> tuple[str, list[int], list[Picture]]:
+    """The rendered prompt, its token ids and the pictures in them. Raises ApiError."""
     kwargs = request.chat_template_kwargs or {}
     messages = template_messages(request.messages)
     try:
@@ -119,7 +121,19 @@ def _prompt(services: Services, request: ChatBody) -> tuple[str, list[int]]:
     except ChatTemplateError as error:
         param = "chat_template_kwargs" if services.tokenizer.reserved_kwargs.intersection(kwargs) else "messages"
         raise invalid(str(error)[:500], param) from None
-    return text, services.tokenizer.encode(text)
+    if not loaded or services.media is None:
+        return text, services.tokenizer.encode(text), []
+    return text, *services.media.prompt(services.tokenizer, text, loaded)
+
+
+async def _load(services: Services, request: ChatBody) -> list[Loaded]:
+    """The pictures and videos of the request. Raises ApiError."""
+    parts = media_parts(request.messages)
+    if parts and services.media is None:
+        raise invalid(
+            f"{parts[0].where}: this server takes text only (no vision tower, or --vision off)", parts[0].where
+        )
+    return await services.media.load(parts) if parts and services.media is not None else []
 
 
 async def create_chat_completion(services: Services, http: Request) -> Response:
@@ -129,9 +143,10 @@ async def create_chat_completion(services: Services, http: Request) -> Response:
     request = parse(ChatBody, body)
     header = Header.make(http.state.request_id, "chatcmpl", services.model_name(request.model))
     services.limits()
-    text, prompt = await services.tokenizer.run(len(body), _prompt, services, request)
+    loaded = await _load(services, request)
+    text, prompt, pictures = await services.tokenizer.run(len(body), _prompt, services, request, loaded)
     splitter_of = text if services.config.reasoning_parser != "none" else None
-    streams = start(services, request, header, [prompt], arrival_s, splitter_of)
+    streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures)
     answer = _Answer(services, request, header, prompt)
     if request.stream:
         return EventStream(answer.events(streams), header.request_id)

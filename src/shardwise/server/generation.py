@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.engine.client import EngineFailed
-from shardwise.engine.messages import Logprob, SamplingParams, Tokens
+from shardwise.engine.messages import Logprob, Picture, SamplingParams, Tokens
 from shardwise.server.backend import Engine
 from shardwise.server.metrics import Meter
 from shardwise.server.responses import Finish
@@ -24,6 +24,7 @@ class Job:
     request_id: str  # the engine's, unique
     prompt: list[int]
     sampling: SamplingParams
+    pictures: Sequence[Picture] = ()  # in the order of the prompt
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -139,7 +140,8 @@ async def run(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[
     assembler = _Assembler(job, tokenizer)
     reason = "abort"
     try:
-        async with contextlib.aclosing(engine.generate(job.request_id, job.prompt, job.sampling)) as messages:
+        stream = engine.generate(job.request_id, job.prompt, job.sampling, pictures=job.pictures)
+        async with contextlib.aclosing(stream) as messages:
             async for message in messages:
                 new_tokens = len(message.tokens) + (message.stop_token is not None)
                 job.meter.tokens(new_tokens, len(job.prompt), message.cached_tokens)

@@ -1,7 +1,8 @@
 """Chat messages as the template wants them: plain dictionaries, arguments of calls as objects."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,13 +32,45 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     return result
 
 
+@dataclass(frozen=True)
+class MediaPart:
+    """A picture or a video in the messages; `where` names it in errors."""
+
+    kind: Literal["image", "video"]
+    url: str
+    where: str
+
+
+def media_parts(messages: Sequence[Message]) -> list[MediaPart]:
+    """The pictures and videos of all messages, in order. Raises ApiError for one without a URL."""
+    found: list[MediaPart] = []
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            for kind in ("image", "video"):
+                if part.type != f"{kind}_url":
+                    continue
+                where = f"messages[{i}].content[{j}].{kind}_url"
+                given = part.image_url if kind == "image" else part.video_url
+                url = given if isinstance(given, str | None) else given.url
+                if not url:
+                    raise invalid(f"{where}: a part of type '{kind}_url' needs its url", where)
+                found.append(MediaPart(kind, url, where))
+    return found
+
+
 def _content(content: str | list[ContentPart] | None, where: str) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
     for i, part in enumerate(content):
+        if part.type in ("image_url", "video_url"):
+            parts.append({"type": part.type.removesuffix("_url")})
+            continue
         if part.type != "text":
-            raise invalid(f"{where}[{i}].type: {part.type[:40]!r} is not served; only 'text' is", f"{where}[{i}].type")
+            raise invalid(
+                f"{where}[{i}].type: {part.type[:40]!r} is not served; 'text', 'image_url' and 'video_url' are",
+                f"{where}[{i}].type",
+            )
         if part.text is None:
             raise invalid(f"{where}[{i}].text: a text part needs its text", f"{where}[{i}].text")
         parts.append({"type": "text", "text": part.text})

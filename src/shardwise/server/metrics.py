@@ -4,7 +4,8 @@ Latencies and tokens are counted here, as a client sees them; gauges and preempt
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,13 @@ PREFIX = "shardwise_"
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 NEXT_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "preemptions": ("num_preemptions", "Requests that gave up their room."),
+        "pictures_encoded": ("pictures_encoded", "Pictures, or pairs of frames, that the vision tower encoded."),
+        "pictures_reused": ("pictures_reused", "Those that it had encoded before."),
+    }
+)
 
 
 class _EngineCollector(Collector):
@@ -23,15 +31,17 @@ class _EngineCollector(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._preemptions = 0  # of engines that are gone and this one
-        self._seen = 0
+        self._totals = dict.fromkeys(COUNTERS, 0)  # of engines that are gone and this one
+        self._seen = dict.fromkeys(COUNTERS, 0)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         if stats is not None:
             # A restarted engine counts from zero again, and a counter may not fall.
-            self._preemptions += stats.preemptions - (self._seen if stats.preemptions >= self._seen else 0)
-            self._seen = stats.preemptions
+            for name in COUNTERS:
+                count, seen = getattr(stats, name), self._seen[name]
+                self._totals[name] += count - (seen if count >= seen else 0)
+                self._seen[name] = count
         gauges = (
             ("num_requests_running", "Requests in the engine's steps.", stats.running if stats else 0),
             ("num_requests_waiting", "Requests that wait for room.", stats.waiting if stats else 0),
@@ -41,13 +51,17 @@ class _EngineCollector(Collector):
                 stats.kv_tokens_used / max(1, stats.kv_tokens) if stats else 0.0,
             ),
             ("state_rows_used", "Rows of recurrent state in use.", stats.state_rows_used if stats else 0),
+            (
+                "picture_tokens_held",
+                "Tokens of encoded pictures that are kept.",
+                stats.picture_tokens_held if stats else 0,
+            ),
             ("engine_ready", "1 if a step has run on every rank.", int(self._engine.ready is not None)),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
-        yield CounterMetricFamily(
-            PREFIX + "num_preemptions", "Requests that gave up their room.", value=self._preemptions
-        )
+        for name, (public, text) in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + public, text, value=self._totals[name])
 
 
 class Metrics:

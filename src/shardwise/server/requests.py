@@ -126,13 +126,20 @@ class CompletionBody(GenerateBody):
             raise invalid("max_tokens: 0 is only useful with echo; ask for 1 or more", "max_tokens")
 
 
+class MediaUrl(Body):
+    """Where a picture or a video is: a data URL, or http(s) and file where the server allows them."""
+
+    url: str
+    detail: Ignored = None
+
+
 class ContentPart(Body):
-    """A part of a message's content. Only text is served yet."""
+    """A part of a message's content: text, a picture or a video."""
 
     type: str
     text: str | None = None
-    image_url: Any = None
-    video_url: Any = None
+    image_url: str | MediaUrl | None = None
+    video_url: str | MediaUrl | None = None
 
 
 class FunctionCall(Body):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import ModelConfig, ServeConfig
-from shardwise.engine.messages import Ready
+from shardwise.engine.messages import Picture, Ready
 from shardwise.server.backend import Engine
 from shardwise.server.errors import ApiError, invalid
 from shardwise.server.generation import Job, Piece, nothing, run
+from shardwise.server.media import Media
 from shardwise.server.metrics import Meter, Metrics
 from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody
 from shardwise.server.responses import Usage
@@ -33,6 +34,7 @@ class Services:
     defaults: GenerationDefaults
     metrics: Metrics
     created: int  # seconds since 1970
+    media: Media | None = None  # None: no vision tower
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,10 +107,12 @@ def start(
     prompts: Sequence[list[int]],
     arrival_s: float,
     splitter_of: str | None = None,
+    pictures: Sequence[Picture] = (),
 ) -> list[AsyncGenerator[Piece, None]]:
     """n streams of pieces for each of the prompts, numbered in that order. Nothing runs before it is iterated.
 
-    splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. Raises ApiError.
+    splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. pictures: of the only prompt.
+    Raises ApiError.
     """
     n, limits = request.n or 1, services.limits()
     if len(prompts) * n > MAX_CHOICES:
@@ -122,6 +126,7 @@ def start(
                 index=index,
                 request_id=f"{header.id}-{index}",
                 prompt=prompt,
+                pictures=pictures,
                 sampling=resolve(
                     request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size
                 ),

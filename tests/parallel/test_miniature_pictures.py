@@ -1,0 +1,96 @@
+"""The miniature's skills with pictures: every answer as in transformers, at every split, in chunks and preempted."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardwise.config import ServeConfig, load_vision_config
+from shardwise.server.media import Media
+from shardwise.server.messages import MediaPart
+from shardwise.server.tokenizer import Tokenizer
+from tests.golden import eval as evaluation
+from tests.golden.eval import Case, Golden
+from tests.parallel import engine_ranks
+from tests.parallel.test_logits import SPLITS, name
+from tests.parallel.test_miniature import SERVE, answers, differing
+from tests.ranks import Ranks
+
+Asked = list[tuple[list[int], dict[str, Any], list[tuple[Any, ...]]]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    found = [case for case in evaluation.load_cases(pictures=True) if case.skill.startswith(evaluation.PICTURES)]
+    assert len(found) == 66
+    return found
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[int, Golden]:
+    return evaluation.golden(evaluation.GOLDEN_PICTURES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(evaluation.miniature())
+
+
+@pytest.fixture(scope="module")
+def asked(cases: list[Case], tokenizer: Any) -> Asked:
+    """What the server makes of the cases: prompts, limits and pictures."""
+    folder = evaluation.miniature()
+    vision = load_vision_config(folder)
+    assert vision is not None
+    media = Media.load_processor(ServeConfig(model=str(folder)), vision)
+    ours = Tokenizer(tokenizer)
+
+    async def ask(case: Case) -> tuple[list[int], dict[str, Any], list[tuple[Any, ...]]]:
+        contents = [message["content"] for message in case.messages if isinstance(message["content"], list)]
+        urls = [part["image_url"]["url"] for content in contents for part in content if part["type"] == "image_url"]
+        loaded = await media.load([MediaPart("image", url, "messages") for url in urls])
+        ids, pictures = media.prompt(ours, evaluation.prompt_text(tokenizer, case), loaded)
+        fields = [(each.at, each.height, each.width, each.digest, each.pixels) for each in pictures]
+        return ids, {"max_tokens": case.max_tokens}, fields
+
+    async def ask_all() -> Asked:
+        return [await ask(case) for case in cases]
+
+    return asyncio.run(ask_all())
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=name)
+def test_every_picture_is_answered_as_in_transformers(
+    split: tuple[int, tuple[float, ...]],
+    cases: list[Case],
+    asked: Asked,
+    golden: Mapping[int, Golden],
+    tokenizer: Any,
+    ranks: Ranks,
+) -> None:
+    serve = {**SERVE, "model": str(evaluation.miniature()), "ratio": split[1]}
+    outputs, _ = ranks.run(split[0], engine_ranks.generate, serve=serve, requests=asked)[0]
+    assert differing(cases, outputs, golden) == []
+    figures = evaluation.accuracy(cases, answers(cases, outputs, tokenizer))
+    assert all(right == count for right, count in figures.values()), evaluation.table(figures)
+
+
+def test_small_steps_preemption_and_spread_pictures_change_nothing(
+    cases: list[Case], asked: Asked, golden: Mapping[int, Golden], ranks: Ranks
+) -> None:
+    """Chunks that cut pictures, requests that start over, features that are forgotten, and a whole tower a rank."""
+    some = cases[::8]
+    requests = [(ids, {**sampling, "ignore_eos": True}, pictures) for ids, sampling, pictures in asked[::8]]
+    serve = {
+        **SERVE, "model": str(evaluation.miniature()), "max_num_batched_tokens": 13, "max_num_seqs": 7,
+        "kv_tokens": 88, "max_model_len": 88, "page_tokens": 4, "vision": "replicate", "vision_cache_tokens": 40,
+    }  # fmt: skip
+    for world in (1, 3):
+        outputs, preemptions = ranks.run(world, engine_ranks.generate, serve=serve, requests=requests, arrive_every=1)[
+            0
+        ]
+        begun = [tokens[: len(golden[case.id].ids)] for case, tokens in zip(some, outputs, strict=True)]
+        assert differing(some, begun, golden) == []
+        assert preemptions > 0
