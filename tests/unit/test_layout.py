@@ -25,7 +25,7 @@ RANK_COUNT = re.compile(r"(^|_)(world|ranks|tp)(_|$)", re.IGNORECASE)
 # A host's memory and cores are divided evenly among its ranks: no size of the model.
 HOST_SHARES = frozenset(
     {
-        "config.py:launcher_environment",
+        "config.py:rank_threads",
         "engine/build.py:place",
         "engine/build.py:free_bytes",
     }
