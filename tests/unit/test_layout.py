@@ -193,7 +193,7 @@ def test_a_breach_is_found(check: Check, name: str, text: str) -> None:
         (import_order, "engine/runner.py", "from shardwise.models import qwen3_5\nfrom . import plan\nimport torch"),
         (import_order, "kernels/moe/reference.py", "from shardwise.checkpoint.weight import Weight"),
         (no_division_by_ranks, "shard.py", "rows = size // world"),
-        (no_division_by_ranks, "config.py", "def launcher_environment(ranks):\n    return cores // ranks"),
+        (no_division_by_ranks, "config.py", "def rank_threads(ranks):\n    return cores // ranks"),
         (no_division_by_ranks, "server/http.py", "rate = tokens / http_seconds"),
         (no_environment, "config.py", "import os\nenv = os.environ"),
         (no_print, "commands/plan.py", "print('a plan')"),
