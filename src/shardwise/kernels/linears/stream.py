@@ -49,18 +49,18 @@ def normed_sums(
 
 @triton.jit
 def convolved(
-    y_TR, o_R, ok_TR, conv, state, context, rows, tokens, O: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr
+    y_TR, o_R, ok_TR, conv, state, context, rows, tokens, ROW: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr
 ):
     """silu of the convolution of the last inputs and y, one token of each of T sequences; the state moves on."""
     t_T, k_K = tl.arange(0, y_TR.shape[0]), tl.arange(0, WINDOW)
     row_T = tl.load(rows + t_T, mask=t_T < tokens, other=0).to(tl.int64)
     carried_T = tl.load(context + t_T, mask=t_T < tokens, other=0) > 0
-    at = ((row_T * O)[:, None] + o_R[None, :])[:, :, None] * (K - 1) + k_K[None, None, :]
+    at = ((row_T * ROW)[:, None] + o_R[None, :])[:, :, None] * (K - 1) + k_K[None, None, :]
     old_mask = (ok_TR & carried_T[:, None])[:, :, None] & (k_K < K - 1)[None, None, :]
     window = tl.load(state + at, mask=old_mask, other=0).to(tl.float32)
     window = tl.where((k_K == K - 1)[None, None, :], y_TR[:, :, None], window)
     factor_at = (o_R * K)[:, None] + k_K[None, :]
-    factor_RK = tl.load(conv + factor_at, mask=(o_R < O)[:, None] & (k_K < K)[None, :], other=0).to(tl.float32)
+    factor_RK = tl.load(conv + factor_at, mask=(o_R < ROW)[:, None] & (k_K < K)[None, :], other=0).to(tl.float32)
     mixed_TR = tl.sum(window * factor_RK[None, :, :], 2)
     # The values move one place down, perhaps between threads: all are read before any is written.
     tl.debug_barrier()
@@ -72,7 +72,7 @@ def convolved(
 @triton.jit
 def write_total(x, added, total, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """total = x + added, for all tokens."""
-    for token in range(0, tokens):
+    for token in range(tokens):
         for first in range(0, WIDTH, BLOCK):
             h_H = first + tl.arange(0, BLOCK)
             ok_H = h_H < WIDTH
@@ -111,14 +111,14 @@ def norm_linears_kernel(
     if program < N0:
         _part(x, added, norm, value0, fine0, coarse0, out0, program, tokens, eps, conv, state, context, rows, W0, T,
               R0, C0, V0, ADD, TAPS, WINDOW)  # fmt: skip
-    if R1 > 0:
+    if R1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
             _part(x, added, norm, value1, fine1, coarse1, out1, program - N0, tokens, eps, conv, state, context, rows,
                   W1, T, R1, C1, V1, ADD, 0, WINDOW)  # fmt: skip
-    if R2 > 0:
+    if R2 > 0:  # noqa: SIM102
         if (program >= N0 + N1) & (program < N0 + N1 + N2):
             _part(x, added, norm, value2, fine2, coarse2, out2, program - N0 - N1, tokens, eps, conv, state, context,
                   rows, W2, T, R2, C2, V2, ADD, 0, WINDOW)  # fmt: skip
-    if ADD:
+    if ADD:  # noqa: SIM102
         if program == N0 + N1 + N2:
             write_total(x, added, total, tokens, W0[COLUMNS], BLOCK)

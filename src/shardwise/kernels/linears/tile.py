@@ -65,9 +65,7 @@ def _tile_part(
     if TAPS > 0:
         rounded_TO = tl.trans(y_OT.to(out.dtype.element_ty).to(tl.float32))
         ok_TO = ok_T[:, None] & ok_O[None, :]
-        y_OT = tl.trans(
-            convolved(rounded_TO, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
-        )
+        y_OT = tl.trans(convolved(rounded_TO, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW))
     at = (t_T * W[ROWS])[None, :] + o_O[:, None]
     tl.store(out + at, y_OT.to(out.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
 
@@ -88,14 +86,14 @@ def tile_linears_kernel(
     if program < N0:
         _tile_part(x, added, norm, value0, fine0, coarse0, out0, program, tokens, eps, conv, state, context, rows, W0,
                    T, R0, C0, NORM, ADD, TAPS, WINDOW)  # fmt: skip
-    if R1 > 0:
+    if R1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
             _tile_part(x, added, norm, value1, fine1, coarse1, out1, program - N0, tokens, eps, conv, state, context,
                        rows, W1, T, R1, C1, NORM, ADD, 0, WINDOW)  # fmt: skip
-    if R2 > 0:
+    if R2 > 0:  # noqa: SIM102
         if (program >= N0 + N1) & (program < N0 + N1 + N2):
             _tile_part(x, added, norm, value2, fine2, coarse2, out2, program - N0 - N1, tokens, eps, conv, state,
                        context, rows, W2, T, R2, C2, NORM, ADD, 0, WINDOW)  # fmt: skip
-    if ADD:
+    if ADD:  # noqa: SIM102
         if program == N0 + N1 + N2:
             write_total(x, added, total, tokens, W0[COLUMNS], BLOCK)

@@ -184,7 +184,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
 
 def _case(cases: Sequence[Case], tokens: int, normed: bool, taps: int, target: Target) -> CompileCase:
     plan = choose([each.of for each in cases], tokens, normed, normed, taps, target)
-    types = {name: "*fp32" if normed else "*bf16" for name in ("x", "added", "total")} | {"norm": "*bf16"}
+    types = dict.fromkeys(("x", "added", "total"), "*fp32" if normed else "*bf16") | {"norm": "*bf16"}
     types |= {"conv": "*bf16", "state": "*bf16", "context": "*i32", "rows": "*i32", "eps": "fp32"}
     for n in range(PARTS):
         found = cases[n] if n < len(cases) else cases[0]
