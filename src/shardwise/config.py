@@ -204,7 +204,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: made-up weights, from config.json alone
     kernels: Literal["auto", "reference", "triton"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the device has them
-    comm: Literal["auto", "torch"] = "auto"
+    comm: Literal["auto", "torch", "p2p", "nccl"] = "auto"
     max_model_len: int = 0  # tokens of one request, prompt and answer
     max_num_seqs: int = 0  # requests in one step
     max_num_batched_tokens: int = 0  # tokens in one step
@@ -258,3 +258,8 @@ def launcher_environment(ranks: int) -> dict[str, str]:
     environment = {**os.environ, STORE_PER_GROUP: "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     return environment
+
+
+def forbid_multicast() -> None:
+    """Keep torch's symmetric memory off the switch's multicast, which is not to be relied on. To be said before use."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -34,7 +34,8 @@ from shardwise.engine.tables import PageTables
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
-from shardwise.parallel.comm import Alone, Communicator, connect
+from shardwise.parallel.comm import Alone, Communicator
+from shardwise.parallel.connect import connect
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Partitions
 
@@ -184,7 +185,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         raise ConfigError(f"{environment.world} processes were started for --tp {serve.ranks}; start one a rank")
     device = place(environment, made.device_type)
     if comm is None:
-        comm = connect(device) if environment.world > 1 else Alone()
+        comm = connect(device, serve.comm, environment.local_world) if environment.world > 1 else Alone()
     ctx = RankContext(
         rank=environment.rank,
         world=environment.world,
