@@ -123,7 +123,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-graphs", "--enforce-eager", dest="graphs", action="store_false", help="launch kernels one by one", **unset
     )
-    group.add_argument("--comm", choices=choices("comm"), help="how ranks talk", **unset)
+    group.add_argument("--comm", choices=choices("comm"), help="how ranks add up; auto measures", **unset)
     group = parser.add_argument_group("capacity")
     group.add_argument("--max-model-len", "--context-length", type=COUNT, metavar="TOKENS", help="a request", **unset)
     group.add_argument("--max-num-seqs", "--max-running-requests", type=COUNT, metavar="N", help="at once", **unset)

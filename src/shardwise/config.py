@@ -288,7 +288,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: made-up weights, from config.json alone
     kernels: Literal["auto", "reference", "triton"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the device has them
-    comm: Literal["auto", "torch"] = "auto"
+    comm: Literal["auto", "torch", "p2p", "nccl"] = "auto"
     max_model_len: int = 0  # tokens of one request, prompt and answer
     max_num_seqs: int = 0  # requests in one step
     max_num_batched_tokens: int = 0  # tokens in one step
@@ -357,3 +357,8 @@ def rank_threads(ranks: int) -> int:
     Threads that wait for each other at every small operation are several times slower where even one lacks a core.
     """
     return max(1, ((os.cpu_count() or 1) - 1) // ranks)
+
+
+def forbid_multicast() -> None:
+    """Keep torch's symmetric memory off the switch's multicast, which is not to be relied on. To be said before use."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -37,7 +37,8 @@ from shardwise.engine.vision import trial as vision_trial
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
-from shardwise.parallel.comm import Alone, Communicator, connect
+from shardwise.parallel.comm import Alone, Communicator
+from shardwise.parallel.connect import connect
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Partitions
 
@@ -239,7 +240,8 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     device = place(serve, environment, made.device_type)
     if comm is None:
         staged = len(set(serve.gpu)) < len(serve.gpu)
-        comm = connect(device, staged=staged) if environment.world > 1 else Alone()
+        one_host = environment.local_world
+        comm = connect(device, serve.comm, one_host, staged=staged) if environment.world > 1 else Alone()
     ctx = RankContext(
         rank=environment.rank,
         world=environment.world,

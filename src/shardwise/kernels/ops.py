@@ -30,6 +30,11 @@ class Ops:
     moe: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
+    linears: Callable[..., list[torch.Tensor]]
+    norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
+    norm_route: Callable[..., tuple[torch.Tensor, ...]]
+    moe_shared: Callable[..., torch.Tensor]
+    gated_delta_norm: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
 
 
@@ -44,7 +49,7 @@ def select(choice: Literal["auto", "reference", "triton"], device: torch.device)
 
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
-    norm, rope, attention, conv, delta, moe, linear, embedding = modules
+    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step = modules
     return Ops(
         name=name,
         rms_norm=norm.rms_norm,
@@ -60,6 +65,11 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         moe=moe.moe,
         silu_mul=moe.silu_mul,
         linear=linear.linear,
+        linears=linears.linears,
+        norm_linears=linears.norm_linears,
+        norm_route=moe_block.norm_route,
+        moe_shared=moe_block.moe_shared,
+        gated_delta_norm=delta_step.gated_delta_norm,
         embed=embedding.embed,
     )
 
@@ -68,13 +78,17 @@ def _reference() -> Ops:
     import shardwise.kernels.attention.reference as attention
     import shardwise.kernels.conv.reference as conv
     import shardwise.kernels.delta.reference as delta
+    import shardwise.kernels.delta_step.reference as delta_step
     import shardwise.kernels.embedding.reference as embedding
     import shardwise.kernels.linear.reference as linear
+    import shardwise.kernels.linears.reference as linears
     import shardwise.kernels.moe.reference as moe
+    import shardwise.kernels.moe_block.reference as moe_block
     import shardwise.kernels.norm.reference as norm
     import shardwise.kernels.rope.reference as rope
 
-    return _table("reference", (norm, rope, attention, conv, delta, moe, linear, embedding))
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step)
+    return _table("reference", modules)
 
 
 def _triton(device: torch.device) -> Ops:
@@ -87,10 +101,14 @@ def _triton(device: torch.device) -> Ops:
     import shardwise.kernels.attention.triton as attention
     import shardwise.kernels.conv.triton as conv
     import shardwise.kernels.delta.triton as delta
+    import shardwise.kernels.delta_step.triton as delta_step
     import shardwise.kernels.embedding.triton as embedding
     import shardwise.kernels.linear.triton as linear
+    import shardwise.kernels.linears.triton as linears
     import shardwise.kernels.moe.triton as moe
+    import shardwise.kernels.moe_block.triton as moe_block
     import shardwise.kernels.norm.triton as norm
     import shardwise.kernels.rope.triton as rope
 
-    return _table("triton", (norm, rope, attention, conv, delta, moe, linear, embedding))
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step)
+    return _table("triton", modules)

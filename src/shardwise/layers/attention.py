@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ModelConfig
 from shardwise.kernels.sequences import Sequences
-from shardwise.layers.linear import FormatOf, Linear, Specs, declare_columns, declare_rows
+from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.layers.norm import declare_norm
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored, head_map, local_shape
@@ -76,13 +76,21 @@ class GatedAttention:
         self.eps, self.scale, self.ops = config.rms_norm_eps, config.head_dim**-0.5, ctx.ops
 
     def __call__(
-        self, x_TH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, seqs: Sequences, cache: KVCache
-    ) -> torch.Tensor:
-        """This rank's part of the layer's output, fp32; keys and values of the tokens are added to `cache`."""
+        self,
+        added_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        norm: Norm,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        seqs: Sequences,
+        cache: KVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the layer's output, fp32, and the new residual; `cache` gets the keys and values."""
+        (qkv_TO,), residual_TH = norm.then(added_TH, residual_TH, [self.qkv])
         if not self.heads:
-            return torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+            return torch.zeros(residual_TH.shape, dtype=torch.float32, device=residual_TH.device), residual_TH
         kv_width = self.kv_heads * self.head_dim
-        queries_gates, keys, values = self.qkv(x_TH).split((self.heads * 2 * self.head_dim, kv_width, kv_width), -1)
+        queries_gates, keys, values = qkv_TO.split((self.heads * 2 * self.head_dim, kv_width, kv_width), -1)
         q_TND, gate_TND = queries_gates.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, -1)
         k_TKD, v_TKD = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (keys, values))
         q_TND, k_TKD = self.ops.qk_norm_rope(q_TND, k_TKD, self.q_norm, self.k_norm, cos_TR, sin_TR, self.eps)
@@ -93,4 +101,4 @@ class GatedAttention:
             q_TND, cache.k_pages, cache.v_pages, seqs, self.head_map_N, self.scale,
             k_scale=cache.k_scale, v_scale=cache.v_scale,
         )  # fmt: skip
-        return self.out((y_TND * gate_TND.sigmoid()).flatten(1))
+        return self.out((y_TND * gate_TND.sigmoid()).flatten(1)), residual_TH

@@ -10,8 +10,9 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ModelConfig
+from shardwise.kernels.linears import Conv
 from shardwise.kernels.sequences import Sequences
-from shardwise.layers.linear import FormatOf, Linear, Specs, declare_columns, declare_rows
+from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.layers.norm import declare_norm
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored, head_map
@@ -89,19 +90,23 @@ class GatedDeltaNet:
         self.A_log_V, self.dt_bias_V = weights[f"{name}.A_log"].plain, weights[f"{name}.dt_bias"].plain
         self.norm, self.eps, self.ops = weights[f"{name}.norm"].plain, config.rms_norm_eps, ctx.ops
 
-    def __call__(self, x_TH: torch.Tensor, seqs: Sequences, state: DeltaState) -> torch.Tensor:
-        """This rank's part of the layer's output, fp32; `state` moves on by the tokens of `seqs`."""
+    def __call__(
+        self, added_TH: torch.Tensor | None, residual_TH: torch.Tensor, norm: Norm, seqs: Sequences, state: DeltaState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the layer's output, fp32, and the new residual; `state` moves on by the tokens."""
+        conv = Conv(self.conv_CW, state.conv, seqs)
+        inputs = [self.qkv, self.z, self.ba]
+        (qkv_TC, z_TX, ba_TX), residual_TH = norm.then(added_TH, residual_TH, inputs, conv)
         if not self.value_heads:
-            return torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-        qkv_TC = self.ops.causal_conv(self.qkv(x_TH), self.conv_CW, state.conv, seqs)
+            return torch.zeros(residual_TH.shape, dtype=torch.float32, device=residual_TH.device), residual_TH
         keys = self.key_heads * self.key_dim
         q, k, v = qkv_TC.split((keys, keys, self.value_heads * self.value_dim), -1)
-        b_TV, a_TV = self.ba(x_TH).chunk(2, -1)
-        y_TVD = self.ops.gated_delta(
+        b_TV, a_TV = ba_TX.chunk(2, -1)
+        y_TVD = self.ops.gated_delta_norm(
             q.unflatten(-1, (self.key_heads, self.key_dim)),
             k.unflatten(-1, (self.key_heads, self.key_dim)),
             v.unflatten(-1, (self.value_heads, self.value_dim)),
             a_TV, b_TV, self.A_log_V, self.dt_bias_V, self.key_map_V, state.delta, seqs,
+            z_TX.unflatten(-1, (self.value_heads, self.value_dim)), self.norm, self.eps,
         )  # fmt: skip
-        z_TVD = self.z(x_TH).unflatten(-1, (self.value_heads, self.value_dim))
-        return self.out(self.ops.gated_rms_norm(y_TVD, z_TVD, self.norm, self.eps).flatten(1))
+        return self.out(y_TVD.flatten(1)), residual_TH

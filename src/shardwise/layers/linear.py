@@ -1,13 +1,15 @@
 """Linear layers: cut by output columns (the result stays cut) or by input rows (the result is a partial sum).
 
-Legend: T tokens, I inputs, O outputs.
+Legend: T tokens, H hidden, I inputs, O outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linears import Conv
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored
 
@@ -52,5 +54,37 @@ class Linear:
         self.ops, self.out_dtype = ctx.ops, out_dtype
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        outputs = [self.ops.linear(x_TI, part, self.out_dtype) for part in self.parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return self.join(self.ops.linears(x_TI, self.parts, [self.out_dtype] * len(self.parts)))
+
+    def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """y_TO from the outputs of `parts`."""
+        return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), -1)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm in front of a layer, with the sum before it: what is added to the residual, and the residual."""
+
+    weight_H: torch.Tensor
+    eps: float
+
+    def then(
+        self,
+        added_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        linears: Sequence[Linear],
+        conv: Conv | None = None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Each linear's output for norm(residual + added), the first one's through `conv`; and the new residual."""
+        ops = linears[0].ops
+        parts = [part for one in linears for part in one.parts]
+        dtypes = [one.out_dtype for one in linears for _ in one.parts]
+        joined = conv if len(linears[0].parts) == 1 else None
+        found, residual_TH = ops.norm_linears(added_TH, residual_TH, self.weight_H, self.eps, parts, dtypes, joined)
+        outputs, at = list[torch.Tensor](), 0
+        for one in linears:
+            outputs.append(one.join(found[at : at + len(one.parts)]))
+            at += len(one.parts)
+        if conv is not None and joined is None:
+            outputs[0] = ops.causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
+        return outputs, residual_TH

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ConfigError, ModelConfig
-from shardwise.layers.linear import FormatOf, Linear, Specs, declare_columns, declare_rows
+from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment
 
@@ -57,9 +57,12 @@ class Mlp:
         )
         self.ops = ctx.ops
 
-    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output, fp32."""
-        return self.down(self.ops.silu_mul(self.gate_up(x_TH)))
+    def __call__(
+        self, added_TH: torch.Tensor | None, residual_TH: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the output, fp32, and the new residual."""
+        (both_T2I,), residual_TH = norm.then(added_TH, residual_TH, [self.gate_up])
+        return self.down(self.ops.silu_mul(both_T2I)), residual_TH
 
 
 class Moe:
@@ -67,11 +70,18 @@ class Moe:
         self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
         self.router = Linear(weights, f"{name}.router", ctx, torch.float32)
         self.shared = Mlp(weights, f"{name}.shared", ctx)
-        self.experts, self.top_k, self.ops = config.experts, config.experts_per_token, ctx.ops
+        self.top_k, self.ops = config.experts_per_token, ctx.ops
+        self.arrivals = torch.zeros(1, dtype=torch.int32, device=ctx.device)
 
-    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output, fp32. Every rank routes alike; each computes its columns of every expert."""
-        logits_TE, gate_T1 = self.router(x_TH).split((self.experts, 1), -1)
-        weights_Tk, ids_Tk = self.ops.route(logits_TE, self.top_k)
-        routed_TH = self.ops.moe(x_TH, self.gate_up, self.down, ids_Tk, weights_Tk)
-        return routed_TH + gate_T1.sigmoid() * self.shared(x_TH)
+    def __call__(
+        self, added_TH: torch.Tensor | None, residual_TH: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the output, fp32, and the new residual.
+
+        Every rank routes alike; each computes its columns of every expert.
+        """
+        x_TH, residual_TH, weights_Tk, ids_Tk, gate_T1 = self.ops.norm_route(
+            added_TH, residual_TH, norm.weight_H, norm.eps, self.router.parts, self.top_k, self.arrivals
+        )
+        shared = self.shared.gate_up.parts, self.shared.down.parts
+        return self.ops.moe_shared(x_TH, self.gate_up, self.down, ids_Tk, weights_Tk, *shared, gate_T1), residual_TH

@@ -16,7 +16,7 @@ from shardwise.layers import attention, delta, moe
 from shardwise.layers.attention import GatedAttention, KVCache
 from shardwise.layers.delta import DeltaState, GatedDeltaNet
 from shardwise.layers.embedding import Embedding, Head, declare_vocabulary
-from shardwise.layers.linear import FormatOf, Specs
+from shardwise.layers.linear import FormatOf, Norm, Specs
 from shardwise.layers.norm import declare_norm
 from shardwise.parallel.context import RankContext
 
@@ -66,29 +66,34 @@ def declare_rows(config: ModelConfig, dtype: str) -> Specs:
 
 
 class Layer:
-    """Norm, mixer, norm, feed-forward; the norms run with the additions before them, in `Model.__call__`."""
+    """Norm, mixer, norm, feed-forward. What each part adds to the residual is added by the next one's norm."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], i: int, ctx: RankContext) -> None:
         name = layer_name(i)
-        self.attends = config.layer_types[i] == "full_attention"
         self.mixer: GatedAttention | GatedDeltaNet = (
             GatedAttention(config, weights, f"{name}.attention", ctx)
-            if self.attends
+            if config.layer_types[i] == "full_attention"
             else GatedDeltaNet(config, weights, f"{name}.delta", ctx)
         )
         mlp = f"{name}.mlp"
         self.mlp = moe.Moe(config, weights, mlp, ctx) if config.experts else moe.Mlp(weights, mlp, ctx)
-        self.input_norm = weights[f"{name}.input_norm"].plain
-        self.post_norm = weights[f"{name}.post_attention_norm"].plain
+        self.input_norm = Norm(weights[f"{name}.input_norm"].plain, config.rms_norm_eps)
+        self.post_norm = Norm(weights[f"{name}.post_attention_norm"].plain, config.rms_norm_eps)
 
     def mix(
-        self, x_TH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, seqs: Sequences, cache: LayerCache
-    ) -> torch.Tensor:
+        self,
+        added_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        seqs: Sequences,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.mixer, GatedAttention):
             assert isinstance(cache, KVCache)
-            return self.mixer(x_TH, cos_TR, sin_TR, seqs, cache)
+            return self.mixer(added_TH, residual_TH, self.input_norm, cos_TR, sin_TR, seqs, cache)
         assert isinstance(cache, DeltaState)
-        return self.mixer(x_TH, seqs, cache)
+        return self.mixer(added_TH, residual_TH, self.input_norm, seqs, cache)
 
 
 class Model:
@@ -117,15 +122,13 @@ class Model:
         features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
         """
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
-        eps = self.config.rms_norm_eps
-        residual_TH = self.comm.all_reduce(self.embedding(tokens_T))
+        residual_TH, added_TH = self.comm.all_reduce(self.embedding(tokens_T)), None
         if features_FH is not None and feature_rows_F is not None:
             residual_TH[feature_rows_F] = features_FH.float()
-        x_TH = self.ops.rms_norm(residual_TH, self.layers[0].input_norm, eps)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, cache, next_norm in zip(self.layers, caches, following, strict=True):
-            mixed_TH = self.comm.all_reduce(layer.mix(x_TH, cos_TR, sin_TR, seqs, cache))
-            x_TH, residual_TH = self.ops.add_rms_norm(mixed_TH, residual_TH, layer.post_norm, eps)
-            mixed_TH = self.comm.all_reduce(layer.mlp(x_TH))
-            x_TH, residual_TH = self.ops.add_rms_norm(mixed_TH, residual_TH, next_norm, eps)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            mixed_TH, residual_TH = layer.mix(added_TH, residual_TH, cos_TR, sin_TR, seqs, cache)
+            mixed_TH = self.comm.all_reduce(mixed_TH)
+            added_TH, residual_TH = layer.mlp(mixed_TH, residual_TH, layer.post_norm)
+            added_TH = self.comm.all_reduce(added_TH)
+        x_TH, _ = self.ops.add_rms_norm(added_TH, residual_TH, self.norm, self.config.rms_norm_eps)
         return self.head(x_TH[logit_rows_L])

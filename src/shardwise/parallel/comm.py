@@ -6,16 +6,12 @@ sent while the device works.
 
 import struct
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardwise.config import ConfigError
-
 INLINE_BYTES = 16384  # a plan up to this size takes one broadcast, a longer one two
-IDLE_LIMIT = timedelta(minutes=30)  # the first rank sends a sign of life far more often
 
 
 class Communicator(Protocol):
@@ -26,7 +22,7 @@ class Communicator(Protocol):
     capturable: bool  # whether a CUDA graph can hold what it does
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, the same bits on each; in place where the backend can."""
+        """The sum of all ranks' `x`, the same bits on each; `x` itself may hold it afterwards, or be as it was."""
         ...
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
@@ -141,43 +137,3 @@ class StagedCommunicator(TorchCommunicator):
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(super().broadcast(x.cpu()))
-
-
-def connect(device: torch.device, timeout_s: float = 120.0, *, staged: bool = False) -> TorchCommunicator:
-    """Join the group that the elastic launcher made and prove that it computes.
-
-    staged: some ranks share a GPU, so data goes through the host; all ranks are told the same. Raises ConfigError if
-    the peers do not meet within `timeout_s` or an all-reduce gives a wrong answer.
-    """
-    backend = "nccl" if device.type == "cuda" and not staged else "gloo"
-    try:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        ranks = list(range(dist.get_world_size()))
-        control = dist.new_group(ranks, backend="gloo", timeout=IDLE_LIMIT)
-        data = dist.new_group(ranks, backend=backend, timeout=IDLE_LIMIT)
-        assert isinstance(control, dist.ProcessGroup)
-        assert isinstance(data, dist.ProcessGroup)
-        comm = (StagedCommunicator if staged else TorchCommunicator)(data, control)
-        prove(comm, device)
-    except (dist.DistError, RuntimeError) as error:
-        raise ConfigError(
-            f"the ranks could not talk over {backend} within {timeout_s:.0f} s: {str(error).splitlines()[0]}; check "
-            "that all are on one network and, for NCCL, that each has a GPU of its own (NCCL_DEBUG=INFO says more)"
-        ) from error
-    return comm
-
-
-def prove(comm: Communicator, device: torch.device) -> None:
-    """An all-reduce and a ragged gather against known answers, by value; raises RuntimeError naming what was wrong."""
-    ramp = torch.arange(4097, device=device, dtype=torch.float32)
-    total = comm.all_reduce(ramp * (comm.rank + 1))
-    expected = ramp * (comm.world * (comm.world + 1) // 2)  # small integers: exact in fp32
-    if not torch.equal(total, expected):
-        wrong = int((total != expected).sum())
-        raise RuntimeError(f"rank {comm.rank}: an all-reduce over {comm.world} ranks gave {wrong} of 4097 wrong values")
-    widths = [1 + rank % 2 for rank in range(comm.world)]
-    joined = comm.all_gather(torch.full((3, widths[comm.rank]), float(comm.rank), device=device), widths)
-    known = torch.repeat_interleave(torch.arange(comm.world), torch.tensor(widths)).expand(3, -1)
-    if not torch.equal(joined.cpu(), known.float()):
-        raise RuntimeError(f"rank {comm.rank}: an all-gather over {comm.world} ranks gave {joined.tolist()}")

@@ -1,0 +1,1 @@
+"""The gated delta rule and the gated norm of its output, as one operation."""

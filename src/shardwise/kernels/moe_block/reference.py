@@ -1,0 +1,54 @@
+"""What a block of routed experts and one shared expert means, in plain torch: a composition of single operations.
+
+Legend: T tokens, H hidden, E experts, k experts a token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linears.reference import linears, norm_linears
+from shardwise.kernels.moe.reference import moe, route, silu_mul
+from shardwise.kernels.norm.reference import rms_norm
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def norm_route(
+    added_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    norm_H: torch.Tensor,
+    eps: float,
+    routers: Sequence[Weight],
+    top_k: int,
+    arrivals: torch.Tensor | None = None,
+) -> Routed:
+    """Norm of residual + added, logits of experts and of the shared expert's gate, and the choice of experts.
+
+    routers: rows of all experts and, last, of the gate. -> x_TH in the norm's type, the new residual, weights_Tk fp32,
+    ids_Tk int32, and the gate's logits_T1 fp32. arrivals (int32 [1], 0 before and after) is for kernels that count.
+    """
+    parts, residual_TH = norm_linears(added_TH, residual_TH, norm_H, eps, routers, [torch.float32] * len(routers))
+    logits_TE1 = torch.cat(parts, -1)
+    weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k)
+    return rms_norm(residual_TH, norm_H, eps), residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+
+
+def moe_shared(
+    x_TH: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    shared_gate_up: Sequence[Weight],
+    shared_down: Sequence[Weight],
+    gate_T1: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts' outputs, and sigmoid(gate) times the shared expert's -> [T, H] fp32.
+
+    gate_up and down as in moe; shared_gate_up [2I, H] in one or in two weights; shared_down [H, I].
+    """
+    both_T2I = torch.cat(linears(x_TH, shared_gate_up, [None] * len(shared_gate_up)), -1)
+    (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32])
+    return moe(x_TH, gate_up, down, ids_Tk, weights_Tk) + gate_T1.sigmoid() * shared_TH

@@ -1,0 +1,179 @@
+"""A block of experts on GPUs: three launches for a few tokens; for more, the single operations and one sum.
+
+Legend: T tokens, H hidden, E experts, I intermediate, k experts a token, M = T * k pairs.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.geometry import banks, case
+from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
+from shardwise.kernels.linear.triton import Stream, power_of_two, stream_config
+from shardwise.kernels.linears.triton import linears
+from shardwise.kernels.moe.streamed import down_config, gate_up_config
+from shardwise.kernels.moe.triton import moe, route, silu_mul
+from shardwise.kernels.moe_block.reference import Routed
+from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
+from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
+
+STREAM_TOKENS = 4  # up to so many, tokens share few experts
+NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
+GATED_ADD_BLOCK = 1024
+
+
+def norm_route(
+    added_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    norm_H: torch.Tensor,
+    eps: float,
+    routers: Sequence[Weight],
+    top_k: int,
+    arrivals: torch.Tensor | None = None,
+    target: Target | None = None,
+) -> Routed:
+    """As the reference. target: the device's, if None."""
+    tokens, hidden = residual_TH.shape
+    few = 0 < tokens <= STREAM_TOKENS and hidden <= NORM_WIDTH
+    if not few or arrivals is None or len(routers) > 1 or top_k < 1:
+        if added_TH is None:
+            x_TH = rms_norm(residual_TH, norm_H, eps)
+        else:
+            x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps)
+        parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target)
+        logits_TE1 = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k)
+        return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+    target = target or target_of(residual_TH.device)
+    of, device = operand(routers[0], target.native_fp8), residual_TH.device
+    residual_TH = residual_TH.contiguous()
+    added_TH = None if added_TH is None else added_TH.contiguous()
+    total_TH = residual_TH if added_TH is None else torch.empty_like(residual_TH)
+    x_TH = torch.empty((tokens, hidden), dtype=norm_H.dtype, device=device)
+    logits_TE1 = torch.empty((tokens, of.layout[2]), dtype=torch.float32, device=device)
+    weights_Tk = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    ids_Tk = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    constexprs = _route_constants(of, tokens, added_TH is not None, top_k)
+    norm_route_kernel[(triton.cdiv(of.layout[2], constexprs["R"]) + tokens,)](
+        residual_TH, residual_TH if added_TH is None else added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
+        weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=4,
+    )  # fmt: skip
+    return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+
+
+def _route_constants(of: Operand, tokens: int, added: bool, top_k: int) -> dict[str, Any]:
+    chosen = stream_config(of, tokens)
+    return {
+        "W": of.layout, "T": power_of_two(tokens), "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": added,
+        "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
+        "BLOCK": power_of_two(of.layout[3]),
+    }  # fmt: skip
+
+
+def moe_shared(
+    x_TH: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    shared_gate_up: Sequence[Weight],
+    shared_down: Sequence[Weight],
+    gate_T1: torch.Tensor,
+    target: Target | None = None,
+) -> torch.Tensor:
+    """As the reference. target: the device's, if None."""
+    target = target or target_of(x_TH.device)
+    whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
+    if 0 < x_TH.shape[0] <= STREAM_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
+        banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
+        return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1)
+    routed_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target)
+    parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target)
+    both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target)
+    if routed_TH.numel():
+        tokens, hidden = routed_TH.shape
+        gated_add_kernel[(tokens, triton.cdiv(hidden, GATED_ADD_BLOCK))](
+            routed_TH, shared_TH, gate_T1, gate_T1.stride(0), hidden, GATED_ADD_BLOCK, num_warps=4
+        )
+    return routed_TH
+
+
+def _stream(
+    x_TH: torch.Tensor,
+    up: Operand,
+    down: Operand,
+    shared_up: Operand,
+    shared_down: Operand,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_T1: torch.Tensor,
+) -> torch.Tensor:
+    """Two launches: gates and ups of all experts, then their weighted sum."""
+    (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
+    unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in (up, down, shared_up, shared_down))
+    x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
+    act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
+    shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
+    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
+    constexprs = _up_constants(up, shared_up, top_k)
+    tiles = max(
+        triton.cdiv(up.layout[2] // 2, constexprs["R"]), triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
+    )
+    gate_up_kernel[(tokens * (top_k + 1), tiles)](
+        x_TH, act_MI, shared_act_TI, ids_Tk.contiguous(), *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
+        num_warps=4,
+    )  # fmt: skip
+    constexprs = _down_constants(down, shared_down, top_k)
+    down_kernel[(tokens, triton.cdiv(hidden, constexprs["R"]))](
+        act_MI, shared_act_TI, ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1, gate_T1.stride(0), out_TH,
+        *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=4,
+    )  # fmt: skip
+    return out_TH
+
+
+def _up_constants(up: Operand, shared: Operand, top_k: int) -> dict[str, Any]:
+    chosen, other = gate_up_config(up), gate_up_config(shared)
+    return {
+        "TOP_K": top_k, "W": up.layout, "R": chosen.R, "C": chosen.C, "V": up.chunk, "WS": shared.layout,
+        "RS": other.R, "CS": other.C, "VS": shared.chunk,
+    }  # fmt: skip
+
+
+def _down_constants(down: Operand, shared: Operand, top_k: int) -> dict[str, Any]:
+    chosen: Stream = down_config(down, top_k)
+    chunks = min(power_of_two(shared.layout[3] // shared.chunk), 128)
+    return {
+        "TOP_K": top_k, "BK": power_of_two(top_k), "W": down.layout, "R": chosen.R, "C": chosen.C, "V": down.chunk,
+        "WS": shared.layout, "CS": chunks, "VS": shared.chunk,
+    }  # fmt: skip
+
+
+def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
+    """Router and experts of 35B-A3B; a shared expert in the experts' format, and a plain one."""
+    types = dict.fromkeys(("x", "added", "total", "logits", "weights", "gate", "out", "routed", "shared"), "*fp32")
+    types |= {"ids": "*i32", "arrivals": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
+    router = case(257, 2048, "bf16", native_fp8)
+    for tokens in (1, 4):
+        constexprs = _route_constants(router.of, tokens, True, 8)
+        signed = signature(norm_route_kernel, constexprs, types | router.types)
+        yield CompileCase(norm_route_kernel, signed, constexprs, 4, 1)
+    types |= {"x": "*bf16", "act": "*bf16", "shared_act": "*bf16"}
+    plain = case(1024, 2048, "bf16", native_fp8), case(2048, 512, "bf16", native_fp8)
+    for up, down in banks(native_fp8):
+        for shared_up, shared_down in ((up, down), plain):
+            own = {f"shared_{name}": kind for name, kind in shared_up.types.items()}
+            constexprs = _up_constants(up.of, shared_up.of, 8)
+            signed = signature(gate_up_kernel, constexprs, types | up.types | own)
+            yield CompileCase(gate_up_kernel, signed, constexprs, 4, 1)
+            own = {f"shared_{name}": kind for name, kind in shared_down.types.items()}
+            constexprs = _down_constants(down.of, shared_down.of, 8)
+            signed = signature(down_kernel, constexprs, types | down.types | own)
+            yield CompileCase(down_kernel, signed, constexprs, 4, 1)
+    constexprs = {"BLOCK": GATED_ADD_BLOCK}
+    yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)

@@ -1,0 +1,99 @@
+"""Several linears of one normed input: Triton against the reference, in every format, with the convolution behind."""
+
+import pytest
+import torch
+
+from shardwise.kernels.linear.tiles import Target
+from shardwise.kernels.linears import reference
+from shardwise.kernels.linears import triton as fast
+from shardwise.kernels.linears.reference import Conv
+from tests.kernels.states import ROWS, make_steps, poison_fresh
+from tests.kernels.weights import FORMATS, make_weight
+
+SMALL, NATIVE = Target(native_fp8=False, shared_kib=64), Target(native_fp8=True, shared_kib=227)
+EPS = 1e-6
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def conv_of(tokens: int, channels: int, queries: list[int], device: torch.device) -> Conv:
+    """Contexts 0, 3, 6 ..: the state of a sequence without context is NaN, and must not be read."""
+    seqs = make_steps([3 * s for s in range(len(queries))], queries, device)
+    state = poison_fresh(randn(ROWS, channels, 3).to(device), seqs)
+    return Conv(randn(channels, 4, seed=1).to(device), state, seqs)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.usefixtures("poison")
+def test_formats(form, tokens, device):
+    first, second = make_weight((37, 128), form, 1, str(device)), make_weight((20, 128), "fp32", 2, str(device))
+    added, residual, norm = randn(tokens, 128).to(device), randn(tokens, 128, seed=1).to(device), randn(128).to(device)
+    arguments = (added, residual, norm * 0.1, EPS, [first, second, first], [None, torch.float32, None])
+    expected, total = reference.norm_linears(*arguments)
+    for target in (SMALL, NATIVE):
+        got, got_total = fast.norm_linears(*arguments, target=target)
+        assert torch.equal(got_total, total)
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert relative(a, b) < (1e-2 if form in ("fp16", "bf16") and tokens > 1 else 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 11])
+@pytest.mark.parametrize("columns", [24, 200])
+@pytest.mark.parametrize("with_added", [True, False])
+@pytest.mark.usefixtures("poison")
+def test_tokens_and_odd_sizes_with_convolution(tokens, columns, with_added, device):
+    weights = [make_weight((rows, columns), "fp32", rows, str(device)) for rows in (29, 8, 1)]
+    residual, norm = randn(tokens, columns).to(device), randn(columns).to(device)
+    added = randn(tokens, columns, seed=1).to(device) if with_added else None
+    convs = [conv_of(tokens, 29, [1] * tokens, device) for _ in range(2)]
+    arguments = (added, residual, norm, EPS, weights, [None, None, torch.float32])
+    expected, total = reference.norm_linears(*arguments, convs[0])
+    got, got_total = fast.norm_linears(*arguments, convs[1])
+    assert torch.equal(got_total, total)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(convs[1].state_RCW1, convs[0].state_RCW1, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("poison")
+def test_prompts_go_through_the_convolution_too(device):
+    weights = [make_weight((29, 64), "fp32", 1, str(device))]
+    residual, norm = randn(4, 64).to(device), randn(64).to(device)
+    convs = [conv_of(4, 29, [1, 3], device) for _ in range(2)]
+    (expected,), _ = reference.norm_linears(None, residual, norm, EPS, weights, [None], convs[0])
+    (got,), _ = fast.norm_linears(None, residual, norm, EPS, weights, [None], convs[1])
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(convs[1].state_RCW1, convs[0].state_RCW1, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("poison")
+def test_no_rows_and_many_weights(device):
+    weights = [make_weight((rows, 64), "fp32", rows + 1, str(device)) for rows in (0, 5, 7, 9)]
+    x = randn(2, 64).to(device)
+    for chosen in (weights, weights[1:], weights[:2]):
+        dtypes = [None] * len(chosen)
+        expected, got = reference.linears(x, chosen, dtypes), fast.linears(x, chosen, dtypes)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("poison")
+def test_types_of_activations(device):
+    """Residuals in fp32, activations in bf16: results in bf16 or fp32 as asked for."""
+    weights = [make_weight((40, 96), form, 1, str(device)) for form in ("bf16", "fp32")]
+    norm = (randn(96) * 0.1).bfloat16().to(device)
+    for tokens in (1, 4, 9):
+        added, residual = randn(tokens, 96).to(device), randn(tokens, 96, seed=1).to(device)
+        expected, _ = reference.norm_linears(added, residual, norm, EPS, weights, [None, torch.float32])
+        got, _ = fast.norm_linears(added, residual, norm, EPS, weights, [None, torch.float32])
+        assert [a.dtype for a in got] == [torch.bfloat16, torch.float32]
+        assert all(relative(a, b) < 1e-2 for a, b in zip(got, expected, strict=True))

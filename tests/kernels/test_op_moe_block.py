@@ -1,0 +1,83 @@
+"""A block of experts: Triton against the composition of single operations, in every format, over odd sizes."""
+
+import pytest
+import torch
+
+from shardwise.kernels.linear.tiles import Target
+from shardwise.kernels.moe_block import reference
+from shardwise.kernels.moe_block import triton as fast
+from tests.kernels.weights import make_weight
+
+SMALL, NATIVE = Target(native_fp8=False, shared_kib=64), Target(native_fp8=True, shared_kib=227)
+EPS = 1e-6
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 2), (3, 16, 8), (4, 5, 5), (6, 9, 2), (0, 9, 2)])
+@pytest.mark.parametrize("with_added", [True, False])
+def test_norm_route(tokens, experts, top_k, with_added, device):
+    router = make_weight((experts + 1, 72), "fp32", 1, str(device))
+    residual, norm = randn(tokens, 72).to(device), randn(72).to(device)
+    added = randn(tokens, 72, seed=1).to(device) if with_added else None
+    expected = reference.norm_route(added, residual, norm, EPS, [router], top_k)
+    arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+    for _ in range(2):
+        got = fast.norm_route(added, residual, norm, EPS, [router], top_k, arrivals)
+        assert arrivals.tolist() == [0]
+        assert torch.equal(got[1], expected[1])
+        assert torch.equal(got[3], expected[3])
+        for n in (0, 2, 4):
+            assert got[n].dtype == expected[n].dtype
+            torch.testing.assert_close(got[n], expected[n], rtol=2e-5, atol=2e-5)
+
+
+def test_equal_and_broken_logits(device):
+    """A router of zeros: all are equal, the lowest ids are chosen. One of NaN: ids stay in range."""
+    router = make_weight((9, 16), "fp32", 1, str(device))
+    arrivals, residual = torch.zeros(1, dtype=torch.int32, device=device), randn(2, 16).to(device)
+    for filling, ids in ((0.0, [0, 1, 2]), (-0.0, [0, 1, 2]), (float("nan"), None)):
+        router.plain.fill_(filling)
+        got = fast.norm_route(None, residual, torch.zeros(16, device=device), EPS, [router], 3, arrivals)[3]
+        assert ((got >= 0) & (got < 8)).all()
+        assert ids is None or got.tolist() == [ids, ids]
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8_block_f32", "fp8_tensor", "nvfp4", "nvfp4_ct"])
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_moe_shared(form, tokens, device):
+    """The shared expert in the experts' format and in another one, wider than they are."""
+    up, down = make_weight((5, 96, 64), form, 1, str(device)), make_weight((5, 64, 48), form, 2, str(device))
+    x, gate = randn(tokens, 64).to(device), randn(tokens, 3).to(device)[:, 2:]
+    ids = torch.tensor([[0, 4, 2], [1, 2, 3], [4, 3, 0]] * 2, dtype=torch.int32, device=device)[:tokens]
+    weights = torch.rand(6, 3, generator=torch.Generator().manual_seed(1)).to(device)[:tokens]
+    others = [make_weight((160, 64), "fp32", 3, str(device))], [make_weight((64, 80), "fp32", 4, str(device))]
+    alike = [make_weight((96, 64), form, 3, str(device))], [make_weight((64, 48), form, 4, str(device))]
+    for shared_up, shared_down in (others, alike):
+        arguments = (x, up, down, ids, weights, shared_up, shared_down, gate)
+        expected = reference.moe_shared(*arguments)
+        for target in (SMALL, NATIVE) if tokens < 6 else (NATIVE,):
+            got = fast.moe_shared(*arguments, target=target)
+            assert got.dtype == torch.float32
+            assert relative(got, expected) < (1e-2 if tokens > 3 else 1e-5)
+
+
+def test_gate_and_up_in_two_weights_and_nothing(device):
+    up, down = make_weight((5, 96, 64), "fp32", 1, str(device)), make_weight((5, 64, 48), "fp32", 2, str(device))
+    halves = [make_weight((40, 64), "fp32", n, str(device)) for n in (3, 4)]
+    shared_down = [make_weight((64, 40), "fp32", 5, str(device))]
+    for tokens in (2, 0):
+        x, ids = randn(tokens, 64).to(device), torch.ones(tokens, 2, dtype=torch.int32, device=device)
+        arguments = (x, up, down, ids, torch.ones(tokens, 2, device=device), halves, shared_down)
+        got = fast.moe_shared(*arguments, torch.ones(tokens, 1, device=device))
+        assert got.shape == (tokens, 64)
+        if tokens:
+            expected = reference.moe_shared(*arguments, torch.ones(tokens, 1, device=device))
+            assert relative(got, expected) < 1e-5

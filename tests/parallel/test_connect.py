@@ -1,0 +1,83 @@
+"""Ranks connect and prove their collectives, or say why not: a time-out, a wrong sum, a choice that cannot be had."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config import ConfigError
+from shardwise.parallel import connect as connecting
+from shardwise.parallel.comm import Alone, TorchCommunicator
+from shardwise.parallel.connect import WrongAnswer, connect, prove, within
+from shardwise.parallel.peers import hindrance
+
+CPU = torch.device("cpu")
+
+
+def connected(rank: int, world: int, group: dist.ProcessGroup, choice: str) -> str:
+    """What `connect` gives on a rank of the pool, in which a group is initialised already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "_join", lambda *_: TorchCommunicator(group, group))
+        try:
+            return type(connect(CPU, choice, world)).__name__  # pyright: ignore[reportArgumentType]
+        except ConfigError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch", "p2p"])
+def test_cpu_ranks_talk_over_torch(ranks, choice):
+    assert ranks.run(2, connected, choice=choice) == ["TorchCommunicator"] * 2
+
+
+def test_nccl_bindings_are_refused_on_a_cpu(ranks):
+    assert all("--comm torch" in answer for answer in ranks.run(2, connected, choice="nccl"))
+
+
+class Wrong(Alone):
+    world = 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_a_wrong_sum_is_named():
+    with pytest.raises(WrongAnswer, match=r"rank 0: an all-reduce over 2 ranks gave \d+ of 4097 wrong"):
+        prove(Wrong(), CPU)
+
+
+def failing(error: Exception):
+    def join(*_: object) -> TorchCommunicator:
+        raise error
+
+    return join
+
+
+def test_only_setups_are_the_users_fault(monkeypatch):
+    """A time-out is; a peer that died is not: the launcher starts the group again."""
+    monkeypatch.setattr(
+        connecting, "_join", failing(dist.DistStoreError("Timed out after 2 seconds waiting for clients"))
+    )
+    with pytest.raises(ConfigError, match="could not talk over gloo within 2 s: Timed out"):
+        connect(CPU, timeout_s=2)
+    for error in (RuntimeError("Connection closed by peer"), dist.DistNetworkError("Connection reset by peer")):
+        monkeypatch.setattr(connecting, "_join", failing(error))
+        with pytest.raises(RuntimeError, match="by peer") as raised:
+            connect(CPU)
+        assert not isinstance(raised.value, ConfigError)
+
+
+def test_what_hangs_is_left_behind():
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        within(0.05, CPU, never.wait)
+    never.set()
+    assert within(5, CPU, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(5, CPU, lambda: {}["absent"])
+
+
+def test_why_peers_cannot_be_read():
+    assert hindrance(CPU, 2, 2) == "the device is not a GPU"
+    assert "9 ranks" in hindrance(torch.device("cuda", 0), 9, 9)
+    assert "several hosts" in hindrance(torch.device("cuda", 0), 4, 2)
