@@ -1,15 +1,21 @@
 """Every Triton kernel of the package, compiled without a GPU for every card that is served.
 
-Run as a program, without TRITON_INTERPRET: compiles all cases of the modules named (default: all of
-shardwise.kernels), and prints a JSON list of what each takes.
+Run as a program, without TRITON_INTERPRET: compiles the cases of the modules named (default: all of
+shardwise.kernels), and prints a JSON list of what each takes. Cards of one vendor need the
+same shared memory for the same configuration, so that configurations are dealt out among them.
 """
 
 import importlib
+import inspect
 import json
+import os
 import pkgutil
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,12 +24,19 @@ from triton.compiler import compile as compile_source
 import shardwise.kernels
 from shardwise.kernels.cases import CompileCase
 
+LARGEST_TILE = 256  # elements; what is longer is the size of a weight
+
 
 class Card(NamedTuple):
     """A kind of GPU: what Triton compiles for, and how much shared memory a block may have."""
 
     target: GPUTarget
     shared_bytes: int
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether it has e4m3 in hardware: all but sm_86."""
+        return self.target.arch != 86
 
     @property
     def name(self) -> str:
@@ -45,7 +58,7 @@ class Compiled(NamedTuple):
     case: str
     card: str
     shared_bytes: int
-    limit_bytes: int
+    limit_bytes: int  # of the smallest card of the vendor that is given the case
     error: str = ""
 
 
@@ -73,24 +86,78 @@ def compile_case(case: CompileCase, card: Card) -> Compiled:
     text = ", ".join(f"{name}={value}" for name, value in case.constexprs.items())
     kinds = ", ".join(dict.fromkeys(kind for kind in case.signature.values() if kind.startswith("*")))
     label = f"{case.kernel.__name__}({text}; {kinds}) warps={case.num_warps} stages={case.num_stages}"
+    alike = (other for other in CARDS if other.target.backend == card.target.backend)
+    limit_bytes = case.shared_bytes or min(other.shared_bytes for other in alike)
     source = ASTSource(case.kernel, dict(case.signature), dict(case.constexprs), attributes(case))
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:
         shared_bytes = compile_source(source, target=card.target, options=options).metadata.shared
     except Exception as error:  # a compiler may fail with anything
-        return Compiled(label, card.name, 0, card.shared_bytes, f"{type(error).__name__}: {error}"[:2000])
-    return Compiled(label, card.name, shared_bytes, card.shared_bytes)
+        return Compiled(label, card.name, 0, limit_bytes, f"{type(error).__name__}: {error}"[:2000])
+    return Compiled(label, card.name, shared_bytes, limit_bytes)
 
 
-def compile_module(name: str) -> Iterator[Compiled]:
-    """All cases of a module, each for the cards that are given it."""
-    for case in importlib.import_module(name).compile_cases():
-        case = CompileCase(*case)
-        for card in CARDS:
-            if case.shared_bytes in (0, card.shared_bytes):
-                yield compile_case(case, card)
+def variant(case: CompileCase) -> tuple[Any, ...]:
+    """What parts programs that a compiler handles unlike each other: the kernel, and what its pointers point to."""
+    return (case.kernel.__name__, case.shared_bytes, *(kind for kind in case.signature.values() if kind[0] == "*"))
+
+
+def configuration(case: CompileCase) -> tuple[Any, ...]:
+    """A variant with its tiles. Sizes of a weight count as compilers see them: 0, 1, or whether 16 divides them."""
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(part if part in (0, 1, -1) else part % 16 == 0 for part in value)
+        return value % 16 == 0 if isinstance(value, int) and value > LARGEST_TILE else value
+
+    constexprs = tuple((name, seen(value)) for name, value in case.constexprs.items())
+    return (*variant(case), constexprs, case.num_warps, case.num_stages)
+
+
+def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tuple[CompileCase, Card]]:
+    """Which case to compile for which card.
+
+    The first of each variant for all cards that are given it; its other configurations for one card of each vendor, in
+    turn; a case of a configuration that has been is left out.
+    """
+    variants, configurations = set[Any](), set[Any]()
+    for case in cases:
+        if configuration(case) in configurations:
+            continue
+        given = [card for card in cards if case.shared_bytes in (0, card.shared_bytes)]
+        if variant(case) in variants:
+            backends = {card.target.backend for card in given}
+            alike = [[card for card in given if card.target.backend == backend] for backend in sorted(backends)]
+            given = [group[len(configurations) % len(group)] for group in alike]
+        variants.add(variant(case))
+        configurations.add(configuration(case))
+        for card in given:
+            yield case, card
+
+
+@cache
+def jobs(module: str) -> tuple[tuple[CompileCase, Card], ...]:
+    """All that is compiled of a module: its cases, and those that only cards with e4m3 in hardware are given."""
+    compile_cases = importlib.import_module(module).compile_cases
+    cases = [CompileCase(*case) for case in compile_cases()]
+    if "native_fp8" not in inspect.signature(compile_cases).parameters:
+        return tuple(spread(cases, CARDS))
+    native = [CompileCase(*case) for case in compile_cases(native_fp8=True) if CompileCase(*case) not in cases]
+    return (*spread(cases, CARDS), *spread(native, [card for card in CARDS if card.native_fp8]))
+
+
+def compile_job(module: str, index: int) -> Compiled:
+    return compile_case(*jobs(module)[index])
+
+
+def main(names: Sequence[str]) -> None:
+    """All jobs of the modules, on all cores; workers are forked, so that they have the modules already."""
+    todo = [(name, index) for name in names for index in range(len(jobs(name)))]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+        done = list(pool.map(compile_job, *zip(*todo, strict=True), chunksize=4))
+    found = [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    done = [compiled for name in sys.argv[1:] or modules() for compiled in compile_module(name)]
-    json.dump([compiled._asdict() for compiled in done], sys.stdout)
+    main(sys.argv[1:] or modules())

@@ -1,10 +1,6 @@
 """Linears of every format: the reference against plain loops, cuts against the whole, Triton against the reference."""
 # pyright: reportArgumentType=false
 
-import json
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -201,32 +197,3 @@ def test_fp8_activations_of_nothing(device):
     for tokens, rows, columns in ((0, 16, 32), (3, 0, 32), (3, 16, 0)):
         weight = make_weight((rows, columns), "fp8_block", device=device)
         assert w8a8.linear(randn(tokens, columns).to(device), weight).shape == (tokens, rows)
-
-
-COMPILE_NATIVE = """
-import importlib, json, sys
-from tests.kernels.targets import CARDS, CompileCase, compile_case
-done = [
-    compile_case(case, card)
-    for case in importlib.import_module(sys.argv[1]).compile_cases(native_fp8=True)
-    for card in CARDS
-    if card.name != "sm_86" and case.shared_bytes in (0, card.shared_bytes)
-]
-json.dump([each._asdict() for each in done], sys.stdout)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("module", ["shardwise.kernels.linear.triton", "shardwise.kernels.moe.triton"])
-def test_kernels_with_native_fp8_compile(module):
-    """The cases that the compile matrix leaves out, for cards from 8.9 on."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-c", COMPILE_NATIVE, module]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    compiled = json.loads(result.stdout)
-    assert {each["card"] for each in compiled} == {"sm_89", "sm_90", "sm_120", "gfx1201"}
-    faults = [each for each in compiled if each["error"] or each["shared_bytes"] > each["limit_bytes"]]
-    assert not faults, json.dumps(faults, indent=1)
