@@ -202,7 +202,7 @@ def reasons(decision: Decision) -> list[str]:
     for place, device in enumerate(machine.devices):
         rank = f"rank {best.places.index(place)}" if place in best.places else "not used"
         lines.append(
-            f"{rank}: {device.name}, {device.memory_bytes / GIB:.1f} GiB, reads {device.read_bytes_per_s / 1e9:.0f} GB/s"
+            f"{rank}: {device.name}, {device.memory_bytes / GIB:.1f} GiB, reads {device.read_bytes_per_s / 1e9:.3g} GB/s"
             f"{' (measured)' if machine.measured else ''}"
         )
     even = next((one for one in choice.candidates if one.name == "even" and one.ranks == len(machine.devices)), None)
