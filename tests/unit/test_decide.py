@@ -51,7 +51,7 @@ def test_unequal_cards_are_measured_and_split_by_what_they_can_do():
     serve, decision = settled(UNEQUAL, asked=asked, ranks=0, gpu=("0", "1"))
     assert asked == [[0, 1]]
     assert (serve.ranks, serve.gpu, serve.ratio) == (2, ("0", "1"), ())
-    assert set(serve.group_ratios) == {"attention", "delta", "expert", "mlp", "vocab"}
+    assert set(serve.group_ratios) == {"attention", "delta", "expert", "mlp", "vision", "vision_mlp", "vocab"}
     for weights in (serve.group_ratios["expert"], serve.group_ratios["delta"]):
         assert weights[0] > 2 * weights[1]
     text = "\n".join(reasons(decision))
