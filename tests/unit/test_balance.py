@@ -36,7 +36,8 @@ def test_a_step_of_one_rank_is_its_bytes_over_its_bandwidth():
     norms = sum(
         size for name, size in weights.items() if name == "norm" or name.endswith(("input_norm", "attention_norm"))
     )
-    others = sum(weights.values()) - experts - weights["embed"] - norms
+    visual = sum(size for name, size in weights.items() if name.startswith("visual."))
+    others = sum(weights.values()) - experts - weights["embed"] - norms - visual
     kv = made.caches.page_bytes(made.partitions, 0) // 64 * 1000
     state = 2 * made.caches.row_bytes(made.partitions, 0)
     forecast = asked.anatomy.forecast(made.partitions, machine((80, 1000)), Load(1, 1000))
@@ -108,7 +109,7 @@ def every_split(asked: Problem, group: str, members: int) -> list[Partition]:
 def test_the_search_finds_what_brute_force_finds(facts: Any, objective: Any):
     """Two devices, all units of attention and experts; the other groups are given."""
     asked = problem(MOE, objective)
-    given = {"delta": (2, 1), "mlp": (1, 1), "vocab": (2, 1)}
+    given = {"delta": (2, 1), "mlp": (1, 1), "vocab": (2, 1), "vision": (1, 1), "vision_mlp": (1, 1)}
     cards = machine(*facts, latency_s=1e-5, kernel_s=1e-6)
     found = choose(asked, cards, group_ratios=given, all_of_them=True).best
     fixed = {group: partitions(asked.specs, 2, (), given)[group] for group in given}
@@ -122,7 +123,7 @@ def test_the_search_finds_what_brute_force_finds(facts: Any, objective: Any):
 
 def test_three_devices_by_brute_force():
     asked, cards = problem(MOE), machine((80, 900), (80, 300), (80, 500))
-    given = dict.fromkeys(("delta", "mlp", "vocab", "expert"), (3, 1, 2))
+    given = dict.fromkeys(set(asked.groups) - {"attention"}, (3, 1, 2))
     found = choose(asked, cards, group_ratios=given, all_of_them=True).best
     fixed = {group: partitions(asked.specs, 3, (), given)[group] for group in given}
     splits = every_split(asked, "attention", 3)
@@ -142,7 +143,7 @@ def test_memory_bounds_the_split():
 
 
 def test_objectives_differ_as_they_say():
-    cards = machine((24, 936), (16, 288), latency_s=2e-5, kernel_s=2.7e-6)
+    cards = machine((26, 936), (16, 288), latency_s=2e-5, kernel_s=2.7e-6)
     speed, context = (choose(problem(NVFP4, one), cards).best for one in ("speed", "context"))
     assert speed.forecast.tokens_per_s > context.forecast.tokens_per_s
     assert speed.kv_tokens < context.kv_tokens
@@ -206,7 +207,7 @@ def test_published_bytes_of_35b_a3b():
         sizes = {name: local_bytes(spec, made.partitions, 0) for name, spec in made.specs.items()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         assert experts / GIB == pytest.approx(experts_gb, rel=0.02)
-        assert others_gb * 0.8 < (sum(sizes.values()) - experts) / 1e9 < others_gb * 1.05
+        assert (sum(sizes.values()) - experts) / 1e9 == pytest.approx(others_gb, rel=0.05)
     nvfp4 = planned(NVFP4)
     experts = [spec for name, spec in nvfp4.specs.items() if ".experts." in name]
     assert sum(local_bytes(spec, nvfp4.partitions, 0) for spec in experts) / GIB == pytest.approx(16.9, abs=0.05)

@@ -3,16 +3,21 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from shardwise.cache.budget import LEAST_SEQS, idle_bytes, sequences, settle
-from shardwise.config import ConfigError, ServeConfig, load_model_config
-from shardwise.engine.build import blueprint
+from shardwise.commands.prepare import settle_split
+from shardwise.config import ConfigError, RankEnvironment, ServeConfig, load_model_config
+from shardwise.engine.build import blueprint, free_bytes, place, sharers
 from shardwise.engine.decide import Hardware, decide, reasons
+from shardwise.parallel.comm import Alone
 from shardwise.parallel.devices import UNKNOWN, Device, Link, Machine
+from shardwise.parallel.probe import ProbeError
 from tests.unit.balance_cases import GEOMETRY, GIB
 
 UNEQUAL = (
@@ -46,7 +51,7 @@ def test_unequal_cards_are_measured_and_split_by_what_they_can_do():
     serve, decision = settled(UNEQUAL, asked=asked, ranks=0, gpu=("0", "1"))
     assert asked == [[0, 1]]
     assert (serve.ranks, serve.gpu, serve.ratio) == (2, ("0", "1"), ())
-    assert set(serve.group_ratios) == {"attention", "delta", "expert", "mlp", "vocab"}
+    assert set(serve.group_ratios) == {"attention", "delta", "expert", "mlp", "vision", "vision_mlp", "vocab"}
     for weights in (serve.group_ratios["expert"], serve.group_ratios["delta"]):
         assert weights[0] > 2 * weights[1]
     text = "\n".join(reasons(decision))
@@ -177,3 +182,41 @@ def test_rows_make_way_for_the_longest_request():
     assert sequences(serve, "cuda", 1000, 1, 950) == 32
     assert sequences(serve, "cuda", 1000, 1, 2000) == LEAST_SEQS
     assert sequences(msgspec.structs.replace(serve, max_num_seqs=77), "cuda", 1000, 1, 2000) == 77
+
+
+def environment(rank: int, ranks: int = 2) -> RankEnvironment:
+    return RankEnvironment(rank, ranks, rank, ranks, 0)
+
+
+def test_a_rank_is_on_the_gpu_that_was_named_for_it(monkeypatch: pytest.MonkeyPatch):
+    current = list[Any]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    serve = ServeConfig(model="m", ranks=2, gpu=("2", "0"))
+    assert [place(serve, environment(rank), "cuda") for rank in (0, 1)] == [torch.device("cuda", n) for n in (2, 0)]
+    assert current == [torch.device("cuda", 2), torch.device("cuda", 0)]
+    assert place(ServeConfig(model="m"), environment(1), "cuda").index == 1
+    with pytest.raises(ConfigError, match="--gpu 2,0: 2 for 3 ranks of this host"):
+        place(serve, environment(0, 3), "cuda")
+    with pytest.raises(ConfigError, match=re.escape("rank 1 is for GPU 5 of this host and there are 3 GPUs")):
+        place(msgspec.structs.replace(serve, gpu=("2", "5")), environment(1), "cuda")
+
+
+def test_memory_of_a_shared_gpu_is_divided(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    ctx: Any = SimpleNamespace(device=torch.device("cuda", 0), comm=Alone())
+    serve = ServeConfig(model="m", ranks=3, gpu=("0", "0", "1"), gpu_memory_utilization=0.5)
+    assert [sharers(serve, torch.device("cuda", n)) for n in (0, 1)] == [2, 1]
+    assert free_bytes(serve, ctx, 3) == 5
+    assert free_bytes(msgspec.structs.replace(serve, gpu=()), ctx, 3) == 10
+
+
+def test_a_probe_that_fails_stops_only_who_asked_for_it(monkeypatch: pytest.MonkeyPatch):
+    def fail(config: ServeConfig) -> Any:
+        raise ProbeError("no answer")
+
+    monkeypatch.setattr("shardwise.engine.decide.decide", fail)
+    serve = ServeConfig(model="m", ranks=2)
+    assert settle_split(serve) is serve
+    with pytest.raises(ConfigError, match="no answer"):
+        settle_split(msgspec.structs.replace(serve, gpu=("0", "1")))

@@ -202,8 +202,8 @@ def reasons(decision: Decision) -> list[str]:
     for place, device in enumerate(machine.devices):
         rank = f"rank {best.places.index(place)}" if place in best.places else "not used"
         lines.append(
-            f"{rank}: {device.name}, {device.memory_bytes / GIB:.1f} GiB, reads {device.read_bytes_per_s / 1e9:.0f} GB/s"
-            f"{' (measured)' if machine.measured else ''}"
+            f"{rank}: {device.name}, {device.memory_bytes / GIB:.1f} GiB, reads "
+            f"{device.read_bytes_per_s / 1e9:.3g} GB/s{' (measured)' if machine.measured else ''}"
         )
     even = next((one for one in choice.candidates if one.name == "even" and one.ranks == len(machine.devices)), None)
     split = f"split in per cent: {split_text(best)}" if best.ranks > 1 else "all on one rank"

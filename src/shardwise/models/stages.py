@@ -57,12 +57,15 @@ def stages(config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_toke
             )
         ] += 1
     head = _plain(specs, HEAD)
+    known = (EMBED, HEAD, "norm", "layers.")
+    beside = {name: spec for name, spec in specs.items() if not name.startswith(known)}
     ends = (
         Stage("embedding", held=_plain(specs, EMBED), kernels=kernels.embedding, summed=config.hidden_size),
         Stage(
             "head", held=head + _plain(specs, "norm"), read=head or _plain(specs, EMBED), kernels=kernels.head,
             gathered=config.vocab_size,
         ),
+        Stage("beside the step", held=_plain(beside, ""), kernels=0),  # a vision tower takes memory only
     )  # fmt: skip
     return Anatomy((*ends, *(replace(stage, count=count) for stage, count in found.items())))
 
