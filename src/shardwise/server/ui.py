@@ -75,7 +75,7 @@ class Latency(TypedDict):
 
 
 class UiState(TypedDict):
-    """at_s: by a clock that only grows, as counters do; rates are the reader's to take. limits: null while it starts."""
+    """at_s: by a clock that only grows, as counters do; rates are the reader's to take. limits: null at the start."""
 
     at_s: float
     status: str
@@ -185,11 +185,8 @@ def add_ui(app: FastAPI, services: Services) -> None:
 
     @app.get("/ui/state", include_in_schema=False)
     async def state() -> Response:
-        return Response(
-            json_bytes(await ui_state(services, gpus)),
-            headers={"cache-control": "no-store"},
-            media_type="application/json",
-        )
+        body = json_bytes(await ui_state(services, gpus))
+        return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
 
     @app.api_route("/ui/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def asset(request: Request) -> Response:

@@ -145,7 +145,8 @@ function setTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   localStorage.setItem("shardwise.theme", theme);
-  by("theme").textContent = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme];
+  by("theme").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
+  by("theme").setAttribute("aria-label", `Theme: ${theme}`);
 }
 
 setTheme(document.documentElement.dataset.theme ?? "auto");

@@ -129,7 +129,7 @@ export function segments(rank) {
   }
   const held = parts.reduce((sum, [, size]) => sum + size, 0);
   if (rank.memory_bytes === null) return parts;
-  if (rank.gpu_memory_used_bytes === null) return [...parts, ["work space and free", Math.max(rank.memory_bytes - held, 0), "free"]];
+  if (rank.gpu_memory_used_bytes === null) return [...parts, ["unassigned", Math.max(rank.memory_bytes - held, 0), "free"]];
   const other = Math.max(rank.gpu_memory_used_bytes - held, 0);
   return [...parts, ["work space", other, "other"], ["free", Math.max(rank.memory_bytes - held - other, 0), "free"]];
 }
