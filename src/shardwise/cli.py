@@ -152,6 +152,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
         help="fetch http(s) URLs: of public addresses, or of any", **unset,
     )  # fmt: skip
     group.add_argument("--allowed-media-path", metavar="FOLDER", help="file:// URLs below it are read", **unset)
+    group.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /", **unset)
     group.add_argument("--drain-seconds", type=number(0, 86400, float), help="for what runs, on SIGTERM", **unset)
     # Between our own processes: a whole config; the folder and the launcher of ranks that are there already (see
     # commands/serve.py); a process to die with; another engine than the real one, in tests.

@@ -308,6 +308,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key: str = ""
     reasoning_parser: Literal["auto", "none"] = "auto"  # none: <think> stays in the content of a chat answer
     max_body_bytes: int = 32 * 2**20  # of one HTTP request
+    ui: bool = True  # the page at /
     drain_seconds: float = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

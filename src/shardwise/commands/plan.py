@@ -6,7 +6,6 @@ Everything is known from headers, or config.json alone, and from facts of device
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,20 +22,11 @@ from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint, device_kind
 from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage
+from shardwise.engine.memory import CLASSES, weight_class, weights_by_class
 from shardwise.parallel.choice import Candidate, budget_bytes
 from shardwise.parallel.devices import UNKNOWN, Device, Machine, size_bytes
-from shardwise.shard import ParamSpec, Partitions, local_bytes, table
+from shardwise.shard import table
 
-CLASSES = (
-    ("vocabulary", r"embed|head"),
-    ("attention", r"layers\.\d+\.attention\."),
-    ("delta", r"layers\.\d+\.delta\."),
-    ("experts", r"layers\.\d+\.mlp\.experts\."),
-    ("mlp", r"layers\.\d+\.mlp\."),
-    ("vision", r"vision\.|visual\."),
-    ("norms", r".*norm"),
-    ("other", r""),
-)
 COLORS = {
     "vocabulary": "magenta", "attention": "blue", "delta": "cyan", "experts": "yellow", "mlp": "green",
     "vision": "red", "norms": "white", "other": "white", "state": "bright_blue", "KV cache": "bright_green",
@@ -91,19 +81,6 @@ class Plan:
     each: Sequence[RankPlan]
     candidates: Sequence[CandidatePlan]
     reasons: Sequence[str]
-
-
-def weight_class(name: str) -> str:
-    """The class of a weight, by its local name."""
-    return next(kind for kind, pattern in CLASSES if re.match(pattern, name))
-
-
-def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> dict[str, int]:
-    """Bytes of `rank` in each class, in the order of CLASSES."""
-    totals = {kind: 0 for kind, _ in CLASSES}
-    for name, spec in specs.items():
-        totals[weight_class(name)] += local_bytes(spec, partitions, rank)
-    return {kind: total for kind, total in totals.items() if total}
 
 
 def make_plan(decision: Decision, requests: int) -> Plan:

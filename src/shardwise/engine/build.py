@@ -27,6 +27,7 @@ from shardwise.config import (
 )
 from shardwise.engine.engine import Engine
 from shardwise.engine.features import Features
+from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
@@ -230,6 +231,7 @@ class Rank:
     ctx: RankContext
     runner: Runner
     budget: Budget
+    local_ranks: int  # on this host
 
 
 def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communicator | None = None) -> Rank:
@@ -259,7 +261,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     runner = Runner(model, caches, tables, ctx, features)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
         runner.capture()
-    return Rank(made, ctx, runner, limits)
+    return Rank(made, ctx, runner, limits, environment.local_world)
 
 
 class Leader:
@@ -268,6 +270,7 @@ class Leader:
     def __init__(self, rank: Rank, serve: ServeConfig) -> None:
         limits, model = rank.budget, rank.made.model
         self.rank = rank
+        self._devices = [int(index) for index in serve.gpu] or list(range(rank.local_ranks))
         self.engine = Engine(
             Limits(
                 max_num_seqs=limits.max_num_seqs,
@@ -288,8 +291,15 @@ class Leader:
         self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats
 
     def ready(self) -> Ready:
-        limits = self.rank.budget
-        return Ready(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, self.rank.ctx.world)
+        limits, made, ranks = self.rank.budget, self.rank.made, self.rank.ctx.world
+        devices = local_devices(made.device_type, self._devices)
+        return Ready(
+            limits.max_model_len,
+            limits.kv_tokens,
+            limits.max_num_seqs,
+            ranks,
+            memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices),
+        )
 
     def has_work(self) -> bool:
         return self.engine.busy

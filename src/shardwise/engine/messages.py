@@ -74,14 +74,31 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 # First rank -> API process
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank's memory is for. Rows and pages are counted with those that are padding.
+
+    device, device_id (of the vendor's tools), memory_bytes: empty and 0 if the rank is on another host or on a CPU.
+    """
+
+    device: str = ""
+    device_id: str = ""
+    memory_bytes: int = 0
+    weights_bytes: dict[str, int]  # by class, such as "experts"
+    state_bytes: int
+    state_row_bytes: int
+    kv_bytes: int
+    kv_token_bytes: float
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A real step has run on every rank. The limits hold for every request."""
+    """A real step has run on every rank. The limits hold for every request. memory: of each rank, in their order."""
 
     max_model_len: int
     kv_tokens: int
     max_num_seqs: int
     ranks: int
     restarts: int = 0
+    memory: tuple[RankMemory, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -28,6 +28,7 @@ from shardwise.server.sampling import GenerationDefaults
 from shardwise.server.services import Services
 from shardwise.server.stream import json_bytes
 from shardwise.server.tokenizer import Tokenizer
+from shardwise.server.ui import add_ui
 
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -159,6 +160,8 @@ def create_app(
     _add_openapi(app)
     _add_api(app, services)
     _add_operations(app, services)
+    if config.ui:
+        add_ui(app, services)
     for error in (ApiError, RequestRefused, EngineFailed, HTTPException):
         app.add_exception_handler(error, _answer_error)
     app.add_middleware(RequestMiddleware, api_key=config.api_key)

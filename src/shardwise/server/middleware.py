@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 DRAIN_S = 5.0
-WATCHED = ("/health", "/metrics")  # asked for every few seconds, which is no news
+GUARDED = ("/v1", "/ui/state")  # by the key, beside all below /v1
+WATCHED = ("/health", "/metrics", "/ui/state")  # asked for every few seconds, which is no news
 
 
 def _digest(text: bytes) -> bytes:
@@ -32,7 +33,7 @@ class RequestMiddleware:
     """Pure ASGI, as the frameworks' own kind hides a client that leaves. Never logs a body, a query or a key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
-        """api_key: empty for none; it guards all below /v1."""
+        """api_key: empty for none; it guards all below /v1, and the page's figures."""
         self._app = app
         self._key_digest = _digest(api_key.encode()) if api_key else None
 
@@ -71,7 +72,7 @@ class RequestMiddleware:
             logger.log(level, "request %s: %s %s %d in %.1f ms", request_id, scope["method"], path, status, elapsed_ms)
 
     def _authorise(self, path: str, headers: Headers) -> None:
-        if self._key_digest is None or not (path == "/v1" or path.startswith("/v1/")):
+        if self._key_digest is None or not (path in GUARDED or path.startswith("/v1/")):
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         # Digests have one length, so the comparison tells nothing of the key.

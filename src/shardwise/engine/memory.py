@@ -1,0 +1,82 @@
+"""What every rank's memory is for, as the shard spec sizes it: known on the first rank without asking the others."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.cache.budget import Budget
+from shardwise.cache.pool import CacheSpecs
+from shardwise.engine.messages import RankMemory
+from shardwise.shard import ParamSpec, Partitions, local_bytes
+
+CLASSES = (
+    ("vocabulary", r"embed|head"),
+    ("attention", r"layers\.\d+\.attention\."),
+    ("delta", r"layers\.\d+\.delta\."),
+    ("experts", r"layers\.\d+\.mlp\.experts\."),
+    ("mlp", r"layers\.\d+\.mlp\."),
+    ("vision", r"vision\.|visual\."),
+    ("norms", r".*norm"),
+    ("other", r""),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's device: its name, its id for the vendor's tools, its memory. Empty and 0: not known on this host."""
+
+    name: str = ""
+    id: str = ""
+    memory_bytes: int = 0
+
+
+def weight_class(name: str) -> str:
+    """The class of a weight, by its local name."""
+    return next(kind for kind, pattern in CLASSES if re.match(pattern, name))
+
+
+def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> dict[str, int]:
+    """Bytes of `rank` in each class, in the order of CLASSES."""
+    totals = {kind: 0 for kind, _ in CLASSES}
+    for name, spec in specs.items():
+        totals[weight_class(name)] += local_bytes(spec, partitions, rank)
+    return {kind: total for kind, total in totals.items() if total}
+
+
+def local_devices(device_type: str, indices: Sequence[int]) -> list[Device]:
+    """The devices of the ranks on the first rank's host, which are the first ones; by torch's numbers of them."""
+    if device_type == "cpu":
+        return [Device("CPU")] * len(indices)
+    every = [torch.cuda.get_device_properties(index) for index in indices]
+    return [Device(each.name, str(getattr(each, "uuid", "")), each.total_memory) for each in every]
+
+
+def rank_memory(
+    specs: Mapping[str, ParamSpec],
+    caches: CacheSpecs,
+    partitions: Partitions,
+    limits: Budget,
+    ranks: int,
+    devices: Sequence[Device],
+) -> tuple[RankMemory, ...]:
+    """What each of `ranks` ranks holds. devices: of the first of them, as many as are known."""
+    rows = limits.rows
+    each = list[RankMemory]()
+    for rank in range(ranks):
+        device = devices[rank] if rank < len(devices) else Device()
+        row_bytes, page_bytes = caches.row_bytes(partitions, rank), caches.page_bytes(partitions, rank)
+        each.append(
+            RankMemory(
+                device=device.name,
+                device_id=device.id,
+                memory_bytes=device.memory_bytes,
+                weights_bytes=weights_by_class(specs, partitions, rank),
+                state_bytes=row_bytes * rows,
+                state_row_bytes=row_bytes,
+                kv_bytes=page_bytes * limits.pages,
+                kv_token_bytes=page_bytes / limits.page_tokens,
+            )
+        )
+    return tuple(each)
