@@ -15,6 +15,7 @@ from shardwise.checkpoint.formats import Formats
 from shardwise.checkpoint.index import DTYPES, CheckpointIndex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.names import Names, account
+from shardwise.checkpoint.scales import read_scalar
 from shardwise.checkpoint.synth import DummySource
 from shardwise.config import (
     ConfigError,
@@ -35,7 +36,7 @@ from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
 from shardwise.engine.vision import trial as vision_trial
 from shardwise.kernels.ops import select
-from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
+from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows, layer_name
 from shardwise.parallel.balance import partitions
 from shardwise.parallel.comm import Alone, Communicator
 from shardwise.parallel.connect import connect
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 IDLE_SHARE = 0.1  # of what caches may take, from which on it is worth a warning that it is not used
 OTHERS_SHARE = 0.05  # of a GPU's memory
 DTYPE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
         raise ConfigError(f"config.json: dtype is {chosen!r}; give --dtype, one of {', '.join(DTYPE_NAMES)}")
     dtype = DTYPE_NAMES[chosen]
     index = None if serve.load_format == "dummy" else CheckpointIndex.open(folder)
-    names = Names.published(model.tied) if index is None else Names.of(index)
     quantization = folder / "hf_quant_config.json"
     formats = Formats(model.raw, read_json(quantization) if quantization.exists() else None, index, dtype)
+    names = Names.published(model.tied, not formats.expert_by_expert) if index is None else Names.of(index)
     specs = declare(model, names, lambda source: formats.of(source, experts=model.experts), dtype)
     left_out = names.left_out(index or (), model.tied)
     vision = choose(serve, model, names)
@@ -95,7 +97,9 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
         left_out.pop("visual", None)
     if index is not None:
         account(index, index, specs.values(), [name for those in left_out.values() for name in those])
-    caches = CacheSpecs(declare_pages(model, serve.page_tokens, dtype), declare_rows(model, dtype))
+    kv_dtype = kv_cache_dtype(serve, formats, dtype)
+    kv_scales = read_kv_scales(model, names, formats, index) if index is not None and kv_dtype == FP8 else {}
+    caches = CacheSpecs(declare_pages(model, serve.page_tokens, kv_dtype), declare_rows(model, dtype), kv_scales)
     every = {**specs, **caches.page, **caches.row}
     return Blueprint(
         model=model,
