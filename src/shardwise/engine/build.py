@@ -15,7 +15,6 @@ from shardwise.checkpoint.formats import Formats
 from shardwise.checkpoint.index import DTYPES, CheckpointIndex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.names import Names, account
-from shardwise.checkpoint.scales import read_scalar
 from shardwise.checkpoint.synth import DummySource
 from shardwise.config import (
     ConfigError,
@@ -28,6 +27,7 @@ from shardwise.config import (
 )
 from shardwise.engine.engine import Engine
 from shardwise.engine.features import Features
+from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
@@ -36,7 +36,7 @@ from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
 from shardwise.engine.vision import trial as vision_trial
 from shardwise.kernels.ops import select
-from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows, layer_name
+from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
 from shardwise.parallel.comm import Alone, Communicator
 from shardwise.parallel.connect import connect
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_SHARE = 0.1  # of what caches may take, from which on it is worth a warning that it is not used
 OTHERS_SHARE = 0.05  # of a GPU's memory
-DTYPE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True)
@@ -98,15 +96,17 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
     if index is not None:
         account(index, index, specs.values(), [name for those in left_out.values() for name in those])
     kv_dtype = kv_cache_dtype(serve, formats, dtype)
-    kv_scales = read_kv_scales(model, names, formats, index) if index is not None and kv_dtype == FP8 else {}
-    caches = CacheSpecs(declare_pages(model, serve.page_tokens, kv_dtype), declare_rows(model, dtype), kv_scales)
+    scales = kv_scales(model, names, formats, index) if kv_dtype == FP8 else {}
+    caches = CacheSpecs(declare_pages(model, serve.page_tokens, kv_dtype), declare_rows(model, dtype), scales)
     every = {**specs, **caches.page, **caches.row}
+    cut = partitions(every, serve.ranks, serve.ratio, serve.group_ratios)
+    check_formats(serve, device_type, specs, cut)
     return Blueprint(
         model=model,
         source=index,
         specs=specs,
         caches=caches,
-        partitions=partitions(every, serve.ranks, serve.ratio, serve.group_ratios),
+        partitions=cut,
         dtype=dtype,
         device_type=device_type,
         left_out=left_out,
