@@ -1,7 +1,8 @@
 """Fixtures that all tests share; and without a GPU, Triton interprets kernels."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +29,15 @@ def poison() -> Iterator[None]:
     """Memory from torch.empty and its kind holds NaN; for a whole file, pytest.mark.usefixtures("poison")."""
     with poisoned():
         yield
+
+
+@pytest.fixture(scope="session")
+def siblings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The miniature in every quantised layout, as `shardwise quantize` writes it."""
+    from shardwise.cli import LAYOUTS, main
+    from tests.golden.eval import miniature
+
+    root = tmp_path_factory.mktemp("siblings")
+    for layout in LAYOUTS:
+        assert main(["quantize", str(miniature()), "--to", layout, str(root / layout)]) == 0
+    return {layout: root / layout for layout in LAYOUTS}

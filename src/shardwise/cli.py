@@ -21,8 +21,11 @@ COMMANDS = {
     "verify": "compare greedy answers at one rank and at --tp ranks",
     "chat": "talk to a model in the terminal",
     "bench": "measure prefill and decode speed",
+    "quantize": "write a checkpoint's FP8 or NVFP4 sibling",
     "demo": "serve the miniature over two ranks and check its answers",
 }
+OWN_OPTIONS = ("quantize", "demo")  # commands that take no ServeConfig
+LAYOUTS = ("fp8", "nvfp4", "nvfp4-ct", "mixed")
 RATIO_GROUP = re.compile(r"(?P<group>[a-z_]+)=(?P<weights>.+)")
 
 
@@ -132,6 +135,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", "--mem-fraction-static", type=number(0.01, 1, float), metavar="SHARE", **unset
     )
     group.add_argument("--kv-tokens", type=COUNT, metavar="TOKENS", help="size of the KV cache", **unset)
+    group.add_argument("--kv-cache-dtype", choices=choices("kv_cache_dtype"), help="of keys and values", **unset)
     group.add_argument("--page-tokens", type=number(1, 4096), metavar="TOKENS", help="of a page of KV cache", **unset)
     parser.add_argument("--log-level", choices=choices("log_level"), **unset)
 
@@ -163,6 +167,16 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
 
 
+def quantize_options(parser: argparse.ArgumentParser) -> None:
+    """From what to what."""
+    parser.add_argument("model", metavar="MODEL", help="local folder or hub id of a plain checkpoint")
+    parser.add_argument("out", metavar="OUT", help="a new or empty folder")
+    parser.add_argument("--to", choices=LAYOUTS, required=True, help="the layout to write")
+    parser.add_argument("--load-format", choices=choices("load_format"), default="auto", help="dummy: made-up weights")
+    parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of made-up weights")
+    parser.add_argument("--device", default="cpu", help="that computes, such as cuda:0 (default cpu)")
+
+
 def make_parser() -> Parser:
     """All subcommands and their options."""
     about = "Serve Qwen3.5 / Qwen3.6 models over any number of GPUs."
@@ -190,6 +204,7 @@ def make_parser() -> Parser:
     made["bench"].add_argument("--prompt-tokens", type=COUNT, default=128, metavar="N")
     made["bench"].add_argument("--new-tokens", type=number(2, float("inf")), default=64, metavar="N")
     made["bench"].add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    quantize_options(made["quantize"])
     made["demo"].add_argument("-tp", "--tp", type=COUNT, default=2, metavar="N", help="ranks (default 2)")
     return parser
 
@@ -234,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code: 0 well, 1 failed or different, 2 asked for what cannot be."""
     try:
         options = make_parser().parse_args(arguments)
-        config = None if options.command == "demo" else serve_config(options)
+        config = None if options.command in OWN_OPTIONS else serve_config(options)
         command = importlib.import_module(f"shardwise.commands.{options.command}")
         return command.run(options) if config is None else command.run(options, config)
     except ConfigError as error:

@@ -294,6 +294,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_num_batched_tokens: int = 0  # tokens in one step
     gpu_memory_utilization: float = 0.9
     kv_tokens: int = 0  # size of the KV cache; 0: what the memory leaves
+    # auto: fp8 if the checkpoint asks for it, else as --dtype
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     page_tokens: int = 64
     vision: Literal["auto", "shard", "replicate", "off"] = "auto"  # the vision tower: cut, whole on each rank, left out
     vision_cache_tokens: int = 32768  # tokens' worth of encoded pictures that are kept for pictures that come again

@@ -1,7 +1,7 @@
 """The memory that requests live in: pages of keys and values, rows of recurrent state, as the shard spec sizes them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,10 +16,11 @@ from shardwise.shard import ParamSpec, Partitions, local, local_bytes
 
 @dataclass(frozen=True)
 class CacheSpecs:
-    """One page and one row, by local name."""
+    """One page and one row, by local name; and of FP8 pages the scales of keys and values, by layer, 1 if not given."""
 
     page: Mapping[str, ParamSpec]
     row: Mapping[str, ParamSpec]
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def page_bytes(self, partitions: Partitions, rank: int) -> int:
         return sum(local_bytes(spec, partitions, rank) for spec in self.page.values())
@@ -41,7 +42,7 @@ def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx:
         if kind == "full_attention":
             k_pages, v_pages = (specs.page[f"{name}.attention.{part}_pages"] for part in "kv")
             # local shape [K, page_tokens, D] behind the page number
-            caches.append(KVCache(zeros(pages, k_pages), zeros(pages, v_pages)))
+            caches.append(KVCache(zeros(pages, k_pages), zeros(pages, v_pages), *specs.kv_scales.get(i, ())))
         else:
             conv, delta = (specs.row[f"{name}.delta.{part}_state"] for part in ("conv", "delta"))
             caches.append(DeltaState(zeros(rows, conv), zeros(rows, delta)))

@@ -93,6 +93,11 @@ class Formats:
         return len({format for _, format in self._each(sources, experts)}) == 1
 
     @property
+    def expert_by_expert(self) -> bool:
+        """Whether experts are stored one by one, by the config alone: quantised ones are, wherever published."""
+        return self._quantization.scheme("layers.0.mlp.experts.0.gate_proj") is not None
+
+    @property
     def kv_cache_dtype(self) -> Literal["fp8"] | None:
         """What the checkpoint asks the KV cache to be held in. Raises ConfigError if that is not known."""
         return self._quantization.kv_cache_dtype

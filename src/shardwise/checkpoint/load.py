@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise, product
-from math import isfinite, prod
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.index import DTYPES, Source, TensorInfo
 from shardwise.checkpoint.names import check
+from shardwise.checkpoint.scales import check_scale
 from shardwise.checkpoint.weight import Weight
-from shardwise.config import ConfigError
 from shardwise.shard import Copy, Local, ParamSpec, Partitions, copies, local, local_shape
 
 STEP_BYTES = 16 << 20
@@ -136,7 +136,7 @@ def _fill(
 
 def _copy(copy: Copy, target: torch.Tensor, values: torch.Tensor) -> None:
     if copy.stored.role != "value":
-        _check_scale(copy.name, values)
+        check_scale(copy.name, values)
     target.copy_(values)
 
 
@@ -158,21 +158,3 @@ def _steps(copy: Copy, info: TensorInfo) -> Iterator[tuple[tuple[slice, ...], tu
         parts.append(part if filled[i] == length else [(axis, slice(None))])
     for each in product(*parts):
         yield tuple(src for src, _ in each), tuple(dst for _, dst in each)
-
-
-def _check_scale(name: str, values: torch.Tensor) -> None:
-    """Raises ConfigError unless all of `values` are finite and above zero: a bad scale is silent in the answers."""
-    if values.numel() == 1:
-        value = values.item()
-        if isfinite(value) and value > 0:
-            return
-    if values.dtype == torch.float8_e4m3fn:
-        codes = values.view(torch.uint8)
-        good = codes - 1 < 0x7E  # one byte an element: 0 wraps round, 0x7F is not a number, 0x80 and above are negative
-    else:
-        good = (values > 0) & (values < torch.inf)
-    if not bool(good.all()):
-        bad = values.reshape(-1)[~good.reshape(-1)][0].float().item()
-        raise ConfigError(
-            f"checkpoint: scale {name!r} holds {bad}, expected finite values above zero; quantise or download it again"
-        )

@@ -55,10 +55,14 @@ def settle_split(config: ServeConfig) -> ServeConfig:
 
 
 def check_split(config: ServeConfig) -> ModelConfig:
-    """Read headers and cut on paper. Raises ConfigError for whatever the ranks would fail of later."""
+    """Read headers and scales, and cut on paper. Raises ConfigError for whatever the ranks would fail of later."""
+    from shardwise.checkpoint.scales import check_scales
     from shardwise.engine.build import blueprint
 
-    return blueprint(config).model
+    made = blueprint(config)
+    if made.source is not None:
+        check_scales(made.source, made.specs.values())
+    return made.model
 
 
 def check_pictures(config: ServeConfig) -> VisionConfig | None:

@@ -27,6 +27,7 @@ from shardwise.config import (
 )
 from shardwise.engine.engine import Engine
 from shardwise.engine.features import Features
+from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_SHARE = 0.1  # of what caches may take, from which on it is worth a warning that it is not used
 OTHERS_SHARE = 0.05  # of a GPU's memory
-DTYPE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
         raise ConfigError(f"config.json: dtype is {chosen!r}; give --dtype, one of {', '.join(DTYPE_NAMES)}")
     dtype = DTYPE_NAMES[chosen]
     index = None if serve.load_format == "dummy" else CheckpointIndex.open(folder)
-    names = Names.published(model.tied) if index is None else Names.of(index)
     quantization = folder / "hf_quant_config.json"
     formats = Formats(model.raw, read_json(quantization) if quantization.exists() else None, index, dtype)
+    names = Names.published(model.tied, not formats.expert_by_expert) if index is None else Names.of(index)
     specs = declare(model, names, lambda source: formats.of(source, experts=model.experts), dtype)
     left_out = names.left_out(index or (), model.tied)
     vision = choose(serve, model, names)
@@ -96,14 +96,18 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
         left_out.pop("visual", None)
     if index is not None:
         account(index, index, specs.values(), [name for those in left_out.values() for name in those])
-    caches = CacheSpecs(declare_pages(model, serve.page_tokens, dtype), declare_rows(model, dtype))
+    kv_dtype = kv_cache_dtype(serve, formats, dtype)
+    scales = kv_scales(model, names, formats, index) if kv_dtype == FP8 else {}
+    caches = CacheSpecs(declare_pages(model, serve.page_tokens, kv_dtype), declare_rows(model, dtype), scales)
     every = {**specs, **caches.page, **caches.row}
+    cut = partitions(every, serve.ranks, serve.ratio, serve.group_ratios)
+    check_formats(serve, device_type, specs, cut)
     return Blueprint(
         model=model,
         source=index,
         specs=specs,
         caches=caches,
-        partitions=partitions(every, serve.ranks, serve.ratio, serve.group_ratios),
+        partitions=cut,
         dtype=dtype,
         device_type=device_type,
         left_out=left_out,

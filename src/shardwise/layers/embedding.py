@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from shardwise.checkpoint.names import PLAIN_FLOATS
 from shardwise.checkpoint.weight import Weight
+from shardwise.config import ConfigError
 from shardwise.layers.linear import FormatOf, Linear, Specs
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, local_shape
@@ -16,9 +18,14 @@ EMBED, HEAD = "embed", "head"
 
 
 def declare_vocabulary(vocab: int, hidden: int, embed: str, head: str | None, format_of: FormatOf) -> Specs:
-    """`head` is the name of the output projection, None if the embedding serves for it (tied)."""
-    axes = ((Segment("vocab", vocab),), hidden)
-    specs = {EMBED: ParamSpec(axes, format_of(embed), (embed,), "vocab")}
+    """`head` is the name of the output projection, None if the embedding serves for it (tied).
+
+    Raises ConfigError for a quantised embedding.
+    """
+    axes, rows = ((Segment("vocab", vocab),), hidden), format_of(embed)
+    if rows[0].dtype not in PLAIN_FLOATS:
+        raise ConfigError(f"{embed} is {rows[0].dtype}, expected a plain float: quantised embeddings are not served")
+    specs = {EMBED: ParamSpec(axes, rows, (embed,), "vocab")}
     if head:
         specs[HEAD] = ParamSpec(axes, format_of(head), (head,), "vocab")
     return specs

@@ -15,15 +15,25 @@ E4M3_MAX = 448.0
 def unpack_e2m1(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of pairs of e2m1 codes: U8 [.., N / 2], low nibble first -> [.., N]."""
     values = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=dtype, device=packed.device)
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return values[codes.int()]
+    bytes_256 = torch.arange(256, device=packed.device)
+    pairs = torch.stack((values[bytes_256 & 15], values[bytes_256 >> 4]), -1)
+    return pairs.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _widened(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`codes` in `dtype`. CPUs look e4m3 up, which takes a fraction of the time of torch's conversion."""
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu" or codes.numel() < 256:
+        return codes.to(dtype)
+    values = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(dtype)
+    return values.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def _spread(tensor: torch.Tensor, block: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """`tensor` with one element for each of `shape`; axes of which it holds one element are left to broadcasting."""
     for axis, (grain, size) in enumerate(zip(block, shape, strict=True)):
-        if grain > 1:
-            tensor = tensor.repeat_interleave(grain, axis).narrow(axis, 0, size)
+        if grain > 1:  # a copy of repeat_interleave's result, in a fraction of its time
+            sizes = [*tensor.shape[: axis + 1], grain, *tensor.shape[axis + 1 :]]
+            tensor = tensor.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1).narrow(axis, 0, size)
     return tensor
 
 
@@ -43,9 +53,9 @@ def dequantise(weight: Weight, dtype: torch.dtype = torch.float32, expert: int |
             tensor = tensor[expert // block[0] if block[0] else 0]
             block, shape = block[1:], shape[1:]
         if held.stored.role == "value":
-            value = unpack_e2m1(tensor, wide) if held.stored.packed else tensor.to(wide)
+            value = unpack_e2m1(tensor, wide) if held.stored.packed else _widened(tensor, wide)
         elif held.stored.role != "input_scale":
-            factors.append((held.stored.role == "inverse_scale", _spread(tensor.to(wide), block, shape)))
+            factors.append((held.stored.role == "inverse_scale", _spread(_widened(tensor, wide), block, shape)))
     if value is None:
         raise TypeError(f"{weight.spec.sources[0]}: none of {[h.stored.suffix for h in weight.held]} holds its values")
     for inverse, factor in factors:
