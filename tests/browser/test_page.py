@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
 
+from shardwise.config import ServeConfig, load_vision_config
+from shardwise.server.media import Media
 from tests.browser.conftest import Page, serving
 from tests.fake_engine import READY, FakeEngine
 from tests.unit.server_fixtures import MODEL, saying, tokenizer
@@ -132,6 +136,55 @@ def test_the_live_view(page: OPEN) -> None:
         for words in ("Rank 0", "experts\n300 B", "state, used\n20 B", "KV, free\n4.00 KiB"):
             assert words in first
         assert "on another host" in shown.text(".rank:last-child")
+
+
+def test_pictures_are_sent_and_kept(page: OPEN, tmp_path: Path) -> None:
+    """Only where the model sees: without a vision tower there is no button."""
+    vision = load_vision_config(MODEL)
+    assert vision
+    media = Media.load_processor(ServeConfig(model=str(MODEL)), vision)
+    Image.new("RGB", (64, 96), "red").save(tmp_path / "red.png")
+    seeing = engine("</think>\n\nRed.")
+    with serving(seeing, media=media) as url:
+        shown = page(url)
+        shown.until(lambda: shown.one("#attach").is_displayed())
+        shown.one("#files").send_keys(str(tmp_path / "red.png"))
+        shown.until(lambda: len(shown.all("#pictures img")) == 1)
+        shown.ask("Which colour?")
+        shown.until(lambda: settled(shown))
+        assert shown.text(".message.assistant .text") == "Red."
+        assert len(seeing.pictures) == 1
+        assert not shown.one("#pictures").is_displayed()
+        shown.driver.refresh()
+        shown.until(lambda: settled(shown))
+        assert shown.one(".message.user img").get_property("naturalHeight") == 96
+    media.close()
+    with serving(engine()) as url:
+        shown = page(url)
+        shown.until(lambda: shown.text("#status") == MODEL.name)
+        assert not shown.one("#attach").is_displayed()
+
+
+def test_calls_are_shown_and_take_results(page: OPEN) -> None:
+    call = {"id": "call_1", "name": "get_weather", "arguments": '{"city": "Sofia"}'}
+    said = [
+        {"role": "user", "content": "How is the weather?"},
+        {"role": "assistant", "content": "", "reasoning": "", "calls": [call], "finish": "tool_calls"},
+    ]
+    told = engine("</think>\n\nIt is sunny.")
+    with serving(told) as url:
+        shown = page(url)
+        shown.driver.execute_script("localStorage['shardwise.conversation'] = arguments[0]", json.dumps(said))
+        shown.driver.refresh()
+        shown.until(lambda: shown.text(".call summary code") == "get_weather")
+        assert json.loads(shown.text(".call pre")) == {"city": "Sofia"}
+        shown.one(".call textarea").send_keys("sunny, 25 degrees")
+        shown.one(".calls button").click()
+        shown.until(lambda: settled(shown) and "It is sunny." in shown.text(".message:last-child .text"))
+        assert shown.text(".message.tool") == "Result of get_weather\nsunny, 25 degrees"
+        prompt = tokenizer().decode(told.requests[-1][1])
+        assert "<parameter=city>\nSofia\n</parameter>" in prompt
+        assert "<tool_response>\nsunny, 25 degrees\n</tool_response>" in prompt
 
 
 def evaluate(shown: Page, module: str, text: str) -> Any:

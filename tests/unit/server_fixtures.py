@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from shardwise.config import ServeConfig, load_model_config
 from shardwise.engine.messages import SamplingParams
 from shardwise.server.app import create_app
+from shardwise.server.media import Media
 from shardwise.server.sampling import GenerationDefaults
 from shardwise.server.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
@@ -36,9 +37,9 @@ def echo(prompt: list[int], sampling: SamplingParams) -> list[int]:
     return list(prompt)
 
 
-def make_app(engine: FakeEngine, **options: Any) -> FastAPI:
+def make_app(engine: FakeEngine, media: Media | None = None, **options: Any) -> FastAPI:
     config = ServeConfig(model=str(MODEL), **options)
-    return create_app(config, engine, tokenizer(), load_model_config(MODEL), GenerationDefaults.load(MODEL))
+    return create_app(config, engine, tokenizer(), load_model_config(MODEL), GenerationDefaults.load(MODEL), media)
 
 
 def client(app: FastAPI, **options: Any) -> httpx.AsyncClient:

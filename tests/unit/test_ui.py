@@ -147,6 +147,13 @@ def test_gpus_are_read_by_id() -> None:
     assert starts == [1]
 
 
+async def test_ranks_that_share_a_device_share_its_memory() -> None:
+    engine = FakeEngine(saying("x"))
+    engine.ready = msgspec.structs.replace(READY, ranks=3, memory=(MEMORY[0], MEMORY[1], MEMORY[0]))
+    ranks = (await get("/ui/state", engine)).json()["ranks"]
+    assert [rank["memory_bytes"] for rank in ranks] == [500, None, 500]
+
+
 @pytest.mark.parametrize("ratio", [(1.0,), (5.0, 3.0), (1.0, 0.0, 2.0)])
 def test_memory_of_ranks_is_what_the_shard_spec_says(ratio: tuple[float, ...]) -> None:
     made = blueprint(ServeConfig(model=str(MODEL), ranks=len(ratio), ratio=ratio, device="cpu"))

@@ -155,7 +155,8 @@ async def ui_state(services: Services, gpus: Gpus) -> UiState:
         },
         "latency": {"first_token": _latency(metrics.first_token), "next_token": _latency(metrics.next_token)},
         "ranks": [
-            _rank(rank, each, stats, reading) for rank, (each, reading) in enumerate(zip(memory, readings, strict=True))
+            _rank(rank, each, stats, reading, ids.count(each.device_id) if each.device_id else 1)
+            for rank, (each, reading) in enumerate(zip(memory, readings, strict=True))
         ],
     }
 

@@ -75,7 +75,9 @@ prompt.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.running && !by("settings").open) chat.stop();
 });
-addEventListener("pagehide", () => saveConversation(chat.messages));
+addEventListener("pagehide", () => {
+  if (chat.running) saveConversation(chat.messages); // else another tab may have gone on with it
+});
 by("new").addEventListener("click", () => {
   chat.clear();
   pictures.take();
@@ -145,7 +147,7 @@ function setTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   localStorage.setItem("shardwise.theme", theme);
-  by("theme").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
+  by("theme").textContent = { auto: "◐ Auto", light: "◐ Light", dark: "◐ Dark" }[theme];
   by("theme").setAttribute("aria-label", `Theme: ${theme}`);
 }
 
