@@ -131,10 +131,13 @@ def converse(url: str, options: argparse.Namespace, console: Console) -> None:
         if not line or line == "/new":
             continue
         messages.append({"role": "user", "content": line})
-        said = ""
+        said, last = "", ""
         try:
             for kind, text in stream_answer(url, options.api_key, {**body, "messages": messages}):
                 said += text if kind == "content" else ""
+                if (last, kind) == ("reasoning", "content"):
+                    console.print()
+                last = kind
                 console.out(printable(text), end="", highlight=False, style="dim" if kind == "reasoning" else None)
             console.print()
         except KeyboardInterrupt:  # ends this answer, not the conversation

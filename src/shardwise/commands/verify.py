@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,15 @@ PROMPTS = (
     "a",
 )
 
+LIKELIEST = 20  # tokens of each step whose logits are compared
+
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens of one greedy answer, and the natural logarithm of the probability that each had."""
+    """Tokens of one greedy answer, and for each step the logits of the likeliest tokens after log-softmax, by token."""
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logits: tuple[Mapping[int, float], ...]
 
     @property
     def sha256(self) -> str:
@@ -43,7 +45,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two answers to one prompt. `largest`: difference of logprobs over the tokens that both chose alike."""
+    """Two answers to one prompt.
+
+    largest: difference of logits, over the likeliest tokens of the steps that both took from the same tokens, the
+    first of which the answers differ among them.
+    """
 
     same: bool
     agreed_tokens: int
@@ -62,13 +68,13 @@ def encode(folder: Path, prompts: Sequence[str], vocab_size: int) -> list[list[i
 
 async def complete(client: EngineClient, name: str, prompt: list[int], max_tokens: int) -> Completion:
     """One greedy answer. Raises EngineFailed or RequestRefused."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
-    tokens, logprobs = list[int](), list[float]()
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=LIKELIEST)
+    tokens, logits = list[int](), list[Mapping[int, float]]()
     async with aclosing(client.generate(name, prompt, sampling)) as stream:
         async for message in stream:
             tokens += message.tokens
-            logprobs += [entry.logprob for entry in message.logprobs]
-    return Completion(tuple(tokens), tuple(logprobs))
+            logits += [dict(entry.top) for entry in message.logprobs]
+    return Completion(tuple(tokens), tuple(logits))
 
 
 async def completions(
@@ -84,14 +90,19 @@ def compare(one: Completion, many: Completion) -> Comparison:
     """How far two answers to one prompt agree."""
     pairs = zip(one.tokens, many.tokens, strict=False)
     agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(many.tokens)))
-    gaps = zip(one.logprobs[:agreed], many.logprobs[:agreed], strict=False)
-    return Comparison(one.tokens == many.tokens, agreed, max((abs(a - b) for a, b in gaps), default=0.0))
+    steps = zip(one.logits[: agreed + 1], many.logits[: agreed + 1], strict=False)
+    return Comparison(one.tokens == many.tokens, agreed, max((largest_gap(a, b) for a, b in steps), default=0.0))
+
+
+def largest_gap(one: Mapping[int, float], many: Mapping[int, float]) -> float:
+    """The largest difference of one step, over the tokens that both name."""
+    return max((abs(many[token] - one[token]) for token in one.keys() & many.keys()), default=0.0)
 
 
 def report(ranks: int, prompts: Sequence[str], ones: Sequence[Completion], manys: Sequence[Completion]) -> int:
     """Print the comparison; 1 if any answer differs."""
     console = Console(width=max(110, Console().width))
-    result = Table("prompt", "sha256, 1 rank", f"sha256, {ranks} ranks", "tokens", "largest logprob difference", "")
+    result = Table("prompt", "sha256, 1 rank", f"sha256, {ranks} ranks", "tokens", "largest logit difference", "")
     different = 0
     for prompt, one, many in zip(prompts, ones, manys, strict=True):
         found = compare(one, many)
@@ -101,6 +112,7 @@ def report(ranks: int, prompts: Sequence[str], ones: Sequence[Completion], manys
         result.add_row(repr(prompt[-40:]), one.sha256[:16], many.sha256[:16], count, f"{found.largest:.2e}", verdict)
     console.print(result)
     console.print(f"{len(prompts) - different} of {len(prompts)} answers are the same at 1 rank and at {ranks}")
+    console.print(f"logits are compared after log-softmax, over the {LIKELIEST} likeliest tokens of every step")
     return int(different > 0)
 
 
