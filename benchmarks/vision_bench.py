@@ -58,6 +58,15 @@ def measure(tower: Tower, side: int, count: int, seconds: float) -> dict[str, fl
     return {"ms": median_s * 1000, "pictures_per_s": count / median_s}
 
 
+@torch.inference_mode()
+def sample(tower: Tower) -> torch.Tensor:
+    """Features of a picture that is the same on every rank and in every mode."""
+    config = tower.config
+    shape = (20 * 32, config.channels * config.patch_size**2)
+    pixels = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return tower([Picture(20, 32, pixels.to(tower.ctx.device))])[0].float()
+
+
 def build(geometry: Path, device: torch.device, dtype: str, whole: bool, depth: int | None) -> tuple[Tower, int]:
     """A tower with made-up weights, and the bytes of them on this rank."""
     config = load_vision_config(geometry)
@@ -90,8 +99,10 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rows: list[dict[str, Any]] = []
+    outputs: list[torch.Tensor] = []
     for whole in (False, True):
         tower, held_bytes = build(args.geometry, device, "BF16" if device.type == "cuda" else "F32", whole, args.depth)
+        outputs.append(sample(tower))
         for side in args.sides:
             for count in args.counts:
                 row = {
@@ -109,6 +120,8 @@ def main() -> None:
             f"{row['mode']:10} {row['side']:>5}x{row['side']:<5} {row['count']:>8} {row['ms']:>9.2f} "
             f"{row['pictures_per_s']:>11.1f} {row['weights_mib']:>19.0f}"
         )
+    gap = (outputs[0] - outputs[1]).abs().max().item()
+    print(f"features, cut and whole: at most {gap:.2e} apart, of a spread of {outputs[1].std().item():.2e}")
     if out := os.environ.get("OUT"):
         path = Path(out) / f"vision_bench_{rows[0]['ranks']}.json"
         path.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
