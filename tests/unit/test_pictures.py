@@ -1,23 +1,34 @@
 """Positions of prompts with pictures, the spans of chunks, and what the ranks are told to encode and to forget."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from shardwise.config import parse_vision_config
+from shardwise.checkpoint.names import Names
+from shardwise.config import ConfigError, ServeConfig, load_model_config, load_vision_config, parse_vision_config
 from shardwise.engine.messages import Picture
 from shardwise.engine.pictures import PictureCache, Pictures
 from shardwise.engine.plan import Chunk
 from shardwise.engine.positions import Place, Positions
-from shardwise.models.vision import assign
+from shardwise.engine.vision import AUTO, choose
+from shardwise.models.vision import assign, declare
+from shardwise.parallel.balance import overload, partitions
+from shardwise.shard import Partition, local_shape
+from tests.golden import eval as evaluation
 from tests.golden import vision as oracle
+
+GEOMETRY = Path(__file__).parents[2] / "benchmarks" / "geometry" / "qwen3.6-35b-a3b"
 
 RAW = {
     "vision_config": {
         "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "out_hidden_size": 8,
         "num_position_embeddings": 16,
     },
-    "text_config": {"hidden_size": 8}, "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
+    "text_config": {"hidden_size": 8}, "image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
 }  # fmt: skip
 CONFIG = parse_vision_config(RAW)
 
@@ -109,8 +120,49 @@ def test_a_picture_is_encoded_once_and_forgotten_when_others_need_the_room() -> 
     assert (cache.counts.encoded, cache.counts.reused) == (6, 3)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_real_tower_is_cut_whole(ranks: int, uneven: bool) -> None:
+    """16 heads and 4304 columns: every element of every cut weight is on one rank, and shares follow the ratio."""
+    config = load_vision_config(GEOMETRY)
+    assert config is not None
+    weights = tuple(float(5 - rank % 3) for rank in range(ranks)) if uneven else (1.0,) * ranks
+    specs = declare(config, "model.visual", "BF16", whole=False)
+    cut = partitions(specs, ranks, weights)
+    assert {spec.group for spec in specs.values()} == {None, "vision", "vision_mlp"}
+    assert cut["vision"].units == 16
+    assert overload(cut["vision_mlp"], weights) < 1.15
+    for spec in specs.values():
+        shapes = [local_shape(spec, cut, rank) for rank in range(ranks)]
+        full = local_shape(spec, {group: Partition((0, each.units)) for group, each in cut.items()}, 0)
+        if spec.group:
+            assert sum(shape[spec.cut] for shape in shapes) == full[spec.cut]
+        else:
+            assert set(shapes) == {full}
+    assert not {spec.group for spec in declare(config, "model.visual", "BF16", whole=True).values()} - {None}
+
+
+def test_there_is_a_tower_only_where_it_can_be() -> None:
+    names = Names.published(tied=False)
+    model = load_model_config(evaluation.miniature())
+    folder = str(evaluation.miniature())
+
+    def chosen(folder: str = folder, names: Names = names, **options: Any) -> Any:
+        return choose(ServeConfig(model=folder, **options), model, names)
+
+    assert chosen().whole is (AUTO == "replicate")
+    assert chosen(vision="replicate").whole
+    assert chosen(vision="off") is None
+    assert chosen(str(GEOMETRY)) is None  # no processor
+    assert chosen(str(GEOMETRY), vision="shard").config.intermediate_size == 4304
+    bare = Names.of(["model.layers.0.x", "lm_head.weight"])
+    assert chosen(names=bare) is None
+    with pytest.raises(ConfigError, match="no vision tower"):
+        chosen(names=bare, vision="shard")
+
+
 def test_pictures_are_dealt_evenly() -> None:
-    assert assign([5, 9, 4, 4], 2) == [[1, 3], [0, 2]] or assign([5, 9, 4, 4], 2) == [[1], [0, 2, 3]]
+    assert assign([5, 9, 4, 4], 2) == [[1, 3], [0, 2]]
     assert assign([], 3) == [[], [], []]
     assert sorted(i for share in assign(list(range(20)), 3) for i in share) == list(range(20))
-    assert max(sum(share) for share in assign([1] * 20, 3)) <= 19 * 7
+    assert [len(share) for share in assign([1] * 20, 3)] == [7, 7, 6]

@@ -98,7 +98,7 @@ async def test_wrong_completions(body: dict[str, Any], param: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
         ({"messages": [{"role": "user", "content": "x", "what": 1}]}, "messages[0].what"),
         ({"messages": [*USER, {"role": "system", "content": "x"}]}, "messages"),

@@ -21,7 +21,7 @@ from shardwise.config import ConfigError
 
 SKILLS = (
     "capital", "capital_chat", "counting_chat", "times_chat", "plus_chat", "python_chat", "reverse", "multi_turn",
-    "system_prompt", "needle", "small_talk",
+    "system_prompt", "needle", "small_talk", "picture_one", "picture_pair",
 )  # fmt: skip
 WRONG_BY_ITSELF = frozenset({0})  # cases that the model gets wrong in transformers, too
 START_SECONDS = 180.0
@@ -116,6 +116,8 @@ def answers(ranks: int, asked: Sequence[Mapping[str, Any]], console: Console) ->
 def question(case: Mapping[str, Any]) -> str:
     """The end of what is asked, short enough for a table."""
     text = case.get("prompt") or case["messages"][-1]["content"]
+    if not isinstance(text, str):
+        text = " ".join(part.get("text") or "(picture)" for part in text)
     return text if len(text) <= 60 else f"... {text[-56:]}"
 
 

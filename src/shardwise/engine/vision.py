@@ -40,8 +40,12 @@ class Vision:
 
 
 def choose(serve: ServeConfig, model: ModelConfig, names: Names) -> Vision | None:
-    """The tower that --vision asks for; None: text only. Raises ConfigError if it cannot be."""
-    if serve.vision == "off":
+    """The tower that --vision asks for; None: text only. Raises ConfigError if it cannot be.
+
+    auto: if the checkpoint brings both a tower and the processor that pictures need.
+    """
+    processor = Path(serve.model) / "preprocessor_config.json"
+    if serve.vision == "off" or (serve.vision == "auto" and not processor.exists()):
         return None
     config = None if model.text_only else load_vision_config(Path(serve.model))
     if config is None or names.visual is None:

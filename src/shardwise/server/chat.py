@@ -140,7 +140,8 @@ async def create_chat_completion(services: Services, http: Request) -> Response:
     """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
-    request = parse(ChatBody, body)
+    # A body with pictures is megabytes long; several at once would hold up the event loop one after the other.
+    request = await services.tokenizer.run(len(body), parse, ChatBody, body)
     header = Header.make(http.state.request_id, "chatcmpl", services.model_name(request.model))
     services.limits()
     loaded = await _load(services, request)

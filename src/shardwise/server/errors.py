@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from shardwise.engine.client import EngineFailed, RequestRefused
 
 MAX_MESSAGE_CHARACTERS = 500
-_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "dict", "list"})
+_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "dict", "list", "MediaUrl"})
 
 
 class ApiError(Exception):
