@@ -1,6 +1,9 @@
 """Fused operations on a GPU: times in a CUDA graph beside the operations that they replace, and errors.
 
-    python -m tests.gpu.bench_ops [--overlap] [--formats bf16,fp8_block,nvfp4] [--tokens 1,4,16,64,128] [--only linears,route,..]
+    python -m tests.gpu.bench_ops [--overlap] [--formats bf16,fp8_block,nvfp4] [--tokens 1,4,16] [--only linears,..]
+    python -m tests.gpu.bench_ops --sweep
+
+--sweep times configurations of the linears instead, the five best of each size, fastest first.
 
 Shapes are of 35B-A3B. Calls of a graph take turns with weights that do not fit in the cache together. A share is of
 4.3 TB/s, counting each byte that is needed once; an error is relative, of the whole output, to the reference's on the
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -211,14 +215,42 @@ def relative(got: Any, exact: Any) -> float:
     return max(errors) if errors == errors else float("nan")
 
 
+def sweep(form: str) -> None:
+    """Times of configurations: of the streaming kernel for one token, of the tiled one for 4 and 16."""
+    streams = [linear.Stream(R, C, 4) for R in (1, 2, 4, 8) for C in (64, 128, 256)]
+    tiles = [(BO, BK) for BO in (16, 32, 64) for BK in (64, 128, 256, 512)]
+    for tokens, name, choices in ((1, "normed_config", streams), (1, "stream_config", streams), (4, "_tile", tiles),
+                                  (16, "_tile", tiles)):  # fmt: skip
+        for bench in bench_linears(form, tokens, False):
+            if (bench.name == "out") == (name == "normed_config"):
+                continue
+            found = []
+            for choice in choices:
+                with mock.patch.object(linears, name, lambda *_, choice=choice: choice):
+                    try:
+                        found.append((microseconds(bench.fused, bench.copies, 5), choice))
+                    except Exception as error:  # too much shared memory, most likely
+                        found.append((float("inf"), (choice, type(error).__name__)))
+            best = sorted(found, key=lambda pair: pair[0])[:5]
+            share = bench.nbytes / BYTES_PER_SECOND / best[0][0] * 1e6
+            text = "  ".join(f"{us:.2f} {choice}" for us, choice in best)
+            sys.stdout.write(f"{bench.name:9}{form:10}{tokens:4} best {share:.1%}: {text}\n")
+            sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default="bf16,fp8_block,nvfp4")
     parser.add_argument("--tokens", default="1,2,4,8,16,64,128")
     parser.add_argument("--overlap", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--only", default=",".join(BENCHES))
+    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.sweep:
+        for form in args.formats.split(","):
+            sweep(form)
+        return
     found = []
     for name in args.only.split(","):
         for form in args.formats.split(","):

@@ -16,7 +16,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.geometry import Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import linear, power_of_two, step_of, stream_config
+from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
@@ -153,7 +153,7 @@ def choose(
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
         if stream:
-            chosen = stream_config(of, tokens)
+            chosen = normed_config(of, tokens) if normed else stream_config(of, tokens)
             found |= {f"W{n}": of.layout, f"R{n}": chosen.R, f"C{n}": chosen.C, f"V{n}": of.chunk}
         else:
             R, C = _tile(of, target, wide)
@@ -166,6 +166,12 @@ def choose(
         return Plan(norm_linears_kernel, found, rows + int(added), 4, 1)
     stages = 2 if wide else 4 if target.shared_kib > 128 else 3
     return Plan(tile_linears_kernel, found, rows + int(added), 4, stages)
+
+
+def normed_config(of: Operand, tokens: int) -> Stream:
+    """As stream_config, but never of few rows: the input and the norm are five times a row, though in the cache."""
+    chosen = stream_config(of, tokens)
+    return Stream(4, min(chosen.C, 128), 4) if of.layout[2] >= 1024 else Stream(2, min(chosen.C, 128), 4)
 
 
 def _tile(of: Operand, target: Target, wide: bool) -> tuple[int, int]:
