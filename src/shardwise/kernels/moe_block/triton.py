@@ -14,8 +14,8 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import Stream, power_of_two, stream_config
-from shardwise.kernels.linears.triton import linears
+from shardwise.kernels.linear.triton import Stream, power_of_two
+from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import moe, route, silu_mul
 from shardwise.kernels.moe_block.reference import Routed
@@ -70,7 +70,7 @@ def norm_route(
 
 
 def _route_constants(of: Operand, tokens: int, added: bool, top_k: int) -> dict[str, Any]:
-    chosen = stream_config(of, tokens)
+    chosen = normed_config(of, tokens)
     return {
         "W": of.layout, "T": power_of_two(tokens), "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": added,
         "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
