@@ -1,6 +1,9 @@
 """Fused operations on a GPU: times in a CUDA graph beside the operations that they replace, and errors.
 
-    python -m tests.gpu.bench_ops [--formats bf16,fp8_block,nvfp4] [--tokens 1,4,16,64,128] [--only linears,route,..]
+    python -m tests.gpu.bench_ops [--overlap] [--formats bf16,fp8_block,nvfp4] [--tokens 1,4,16] [--only linears,..]
+    python -m tests.gpu.bench_ops --sweep
+
+--sweep times configurations of the linears instead, the five best of each size, fastest first.
 
 Shapes are of 35B-A3B. Calls of a graph take turns with weights that do not fit in the cache together. A share is of
 4.3 TB/s, counting each byte that is needed once; an error is relative, of the whole output, to the reference's on the
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -76,6 +80,11 @@ def microseconds(call: Callable[[int], Any], copies: int, replays: int = 9) -> f
     return sorted(times[1:])[len(times) // 2 - 1]
 
 
+def extra(module: Any, pdl: bool) -> dict[str, bool]:
+    """Arguments that only kernels have."""
+    return {"pdl": pdl} if module.__name__.endswith("triton") else {}
+
+
 def copies_of(nbytes: int) -> int:
     return max(2, min(12, -(-CACHE_BYTES // nbytes)))
 
@@ -90,7 +99,7 @@ def sequences(tokens: int) -> Sequences:
     )
 
 
-def bench_linears(form: str, tokens: int) -> Iterator[Bench]:
+def bench_linears(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
     """The inputs of GatedDeltaNet, with their convolution; those of attention; an output projection."""
     for name, rows, columns in (
         ("delta in", (8192, 4096, 64), 2048),
@@ -115,8 +124,8 @@ def bench_linears(form: str, tokens: int) -> Iterator[Bench]:
         def fused(i: int, module: Any = linears, own: Any = taps, name=name, sets=sets, x=x, added=added,
                   residual=residual, factor=factor, dtypes=dtypes):  # fmt: skip
             if name == "out":
-                return module.linears(x, sets[i], dtypes)
-            return module.norm_linears(added, residual, factor, EPS, sets[i], dtypes, own)[0]
+                return module.linears(x, sets[i], dtypes, **extra(module, pdl))
+            return module.norm_linears(added, residual, factor, EPS, sets[i], dtypes, own, **extra(module, pdl))[0]
 
         def parts(i: int, name=name, sets=sets, x=x, added=added, residual=residual, factor=factor, dtypes=dtypes,
                   own=taps):  # fmt: skip
@@ -132,13 +141,15 @@ def bench_linears(form: str, tokens: int) -> Iterator[Bench]:
         yield Bench(name, fused, parts, exact, nbytes, copies)
 
 
-def bench_route(form: str, tokens: int) -> Iterator[Bench]:
+def bench_route(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
     router = [make_weight((257, HIDDEN), "bf16", n, "cuda") for n in range(4)]
     added, residual = random(tokens, HIDDEN, dtype=torch.float32), random(tokens, HIDDEN, dtype=torch.float32)
     factor, arrivals = random(HIDDEN, scale=0.1), torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
     def fused(i: int, module: Any = block):
-        x, total, weights, _, gate = module.norm_route(added, residual, factor, EPS, [router[i]], 8, arrivals)
+        x, total, weights, _, gate = module.norm_route(
+            added, residual, factor, EPS, [router[i]], 8, arrivals, **extra(module, pdl)
+        )
         return [x, total, weights, gate]
 
     def parts(i: int):
@@ -148,7 +159,7 @@ def bench_route(form: str, tokens: int) -> Iterator[Bench]:
     yield Bench("route", fused, parts, lambda i: fused(i, block_reference), router[0].nbytes, 4)
 
 
-def bench_moe(form: str, tokens: int) -> Iterator[Bench]:
+def bench_moe(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
     up, down = make_weight((256, 1024, HIDDEN), form, 1, "cuda"), make_weight((256, HIDDEN, 512), form, 2, "cuda")
     shared = make_weight((1024, HIDDEN), form, 3, "cuda"), make_weight((HIDDEN, 512), form, 4, "cuda")
     x, gate = random(tokens, HIDDEN), random(tokens, 257, dtype=torch.float32)[:, 256:]
@@ -158,7 +169,7 @@ def bench_moe(form: str, tokens: int) -> Iterator[Bench]:
 
     def fused(i: int, module: Any = block):
         weights, ids = choices[i]
-        return [module.moe_shared(x, up, down, ids, weights, [shared[0]], [shared[1]], gate)]
+        return [module.moe_shared(x, up, down, ids, weights, [shared[0]], [shared[1]], gate, **extra(module, pdl))]
 
     def parts(i: int):
         weights, ids = choices[i]
@@ -168,7 +179,7 @@ def bench_moe(form: str, tokens: int) -> Iterator[Bench]:
     yield Bench("moe", fused, parts, lambda i: fused(i, block_reference), nbytes, 8)
 
 
-def bench_delta(form: str, tokens: int) -> Iterator[Bench]:
+def bench_delta(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
     seqs, copies = sequences(tokens), 12 if tokens < 16 else 4
     qkv, z, ba = random(tokens, 8192), random(tokens, 32, 128), random(tokens, 64, dtype=torch.float32)
     q, k, v = qkv.split((2048, 2048, 4096), -1)
@@ -179,7 +190,7 @@ def bench_delta(form: str, tokens: int) -> Iterator[Bench]:
     same, factor = [state.clone() for state in states[:1]], random(128)
 
     def fused(i: int):
-        return [step.gated_delta_norm(*inputs, states[i], seqs, z, factor, EPS)]
+        return [step.gated_delta_norm(*inputs, states[i], seqs, z, factor, EPS, pdl=pdl)]
 
     def parts(i: int):
         return norm.gated_rms_norm(delta.gated_delta(*inputs, states[i], seqs), z, factor, EPS)
@@ -190,7 +201,7 @@ def bench_delta(form: str, tokens: int) -> Iterator[Bench]:
     yield Bench("delta", fused, parts, exact, tokens * 32 * 128 * 128 * 8, copies)
 
 
-BENCHES: dict[str, Callable[[str, int], Iterator[Bench]]] = {
+BENCHES: dict[str, Callable[[str, int, bool], Iterator[Bench]]] = {
     "linears": bench_linears,
     "route": bench_route,
     "moe": bench_moe,
@@ -204,20 +215,49 @@ def relative(got: Any, exact: Any) -> float:
     return max(errors) if errors == errors else float("nan")
 
 
+def sweep(form: str) -> None:
+    """Times of configurations: of the streaming kernel for one token, of the tiled one for 4 and 16."""
+    streams = [linear.Stream(R, C, 4) for R in (1, 2, 4, 8) for C in (64, 128, 256)]
+    tiles = [(BO, BK) for BO in (16, 32, 64) for BK in (64, 128, 256, 512)]
+    for tokens, name, choices in ((1, "normed_config", streams), (1, "stream_config", streams), (4, "_tile", tiles),
+                                  (16, "_tile", tiles)):  # fmt: skip
+        for bench in bench_linears(form, tokens, False):
+            if (bench.name == "out") == (name == "normed_config"):
+                continue
+            found = []
+            for choice in choices:
+                with mock.patch.object(linears, name, lambda *_, choice=choice: choice):
+                    try:
+                        found.append((microseconds(bench.fused, bench.copies, 5), choice))
+                    except Exception as error:  # too much shared memory, most likely
+                        found.append((float("inf"), (choice, type(error).__name__)))
+            best = sorted(found, key=lambda pair: pair[0])[:5]
+            share = bench.nbytes / BYTES_PER_SECOND / best[0][0] * 1e6
+            text = "  ".join(f"{us:.2f} {choice}" for us, choice in best)
+            sys.stdout.write(f"{bench.name:9}{form:10}{tokens:4} best {share:.1%}: {text}\n")
+            sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default="bf16,fp8_block,nvfp4")
     parser.add_argument("--tokens", default="1,2,4,8,16,64,128")
+    parser.add_argument("--overlap", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--only", default=",".join(BENCHES))
+    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.sweep:
+        for form in args.formats.split(","):
+            sweep(form)
+        return
     found = []
     for name in args.only.split(","):
         for form in args.formats.split(","):
             if form != "bf16" and name in ("route", "delta"):
                 continue
             for tokens in map(int, args.tokens.split(",")):
-                for bench in BENCHES[name](form, tokens):
+                for bench in BENCHES[name](form, tokens, args.overlap):
                     error = relative(bench.fused(0), bench.exact(0)) if tokens <= 16 else 0.0
                     fused_us, parts_us = (microseconds(call, bench.copies) for call in (bench.fused, bench.parts))
                     line = {"op": bench.name, "format": form, "tokens": tokens, "fused_us": fused_us}

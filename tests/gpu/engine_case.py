@@ -101,7 +101,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels to time")
     parser.add_argument("--out", type=Path, required=True)
-    for name in ("dtype", "device", "kernels"):
+    parser.add_argument("--overlap", action="store_true")
+    for name in ("dtype", "device", "kernels", "comm"):
         parser.add_argument(f"--{name}", default="auto")
     args = parser.parse_args()
     env = rank_environment()
@@ -109,6 +110,7 @@ def main() -> None:
     begin_s = time.monotonic()
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
+        overlap=args.overlap, comm=args.comm,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part),
         load_format="dummy" if args.what == "speed" else "auto", max_model_len=8192, kv_tokens=200_000,
     )  # fmt: skip

@@ -153,3 +153,18 @@ def test_splits_follow_host_numbers():
     assert split_count(4096, 256, 132, 32) == 2
     assert split_count(4096, 512, 132, 32) == 1
     assert split_count(0, 1, 132, 32) == 1
+
+
+@BOTH
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("processors", [8, 1])
+def test_a_gate_multiplies_the_output(impl, processors, device, monkeypatch):
+    """Decodes with their positions in several splits or in one, and a chunk; gates are slices of a wider tensor."""
+    monkeypatch.setattr(fast, "_card", lambda _: (processors, 64 * 1024))
+    step = make_step([38, 5, 4], [1, 1, 9], (4, 2, 32), 16, device)
+    heads_N = torch.tensor([0, 0, 0, 1], dtype=torch.int32, device=device)
+    gate = torch.randn(11, 4, 64, generator=torch.Generator().manual_seed(2)).to(device)[..., 32:]
+    arguments = (step.q_TND, step.k_pages, step.v_pages, step.seqs, heads_N, 0.2)
+    expected = reference.paged_attention(*arguments) * gate.sigmoid()
+    got = impl.paged_attention(*arguments, gate_TND=gate)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

@@ -50,7 +50,7 @@ def test_equal_and_broken_logits(device):
         assert ids is None or got.tolist() == [ids, ids]
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8_block_f32", "fp8_tensor", "nvfp4", "nvfp4_ct"])
+@pytest.mark.parametrize("form", ["fp32", "fp8_block_f32", "nvfp4"])
 @pytest.mark.parametrize("tokens", [1, 3, 6])
 def test_moe_shared(form, tokens, device):
     """The shared expert in the experts' format and in another one, wider than they are."""
@@ -63,7 +63,7 @@ def test_moe_shared(form, tokens, device):
     for shared_up, shared_down in (others, alike):
         arguments = (x, up, down, ids, weights, shared_up, shared_down, gate)
         expected = reference.moe_shared(*arguments)
-        for target in (SMALL, NATIVE) if tokens < 6 else (NATIVE,):
+        for target in (SMALL, NATIVE) if tokens == 1 else (NATIVE,):
             got = fast.moe_shared(*arguments, target=target)
             assert got.dtype == torch.float32
             assert relative(got, expected) < (1e-2 if tokens > 3 else 1e-5)

@@ -253,7 +253,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         world=environment.world,
         partitions=made.partitions,
         comm=comm,
-        ops=select(serve.kernels, device),
+        ops=select(serve.kernels, device, serve.overlap),
         device=device,
         dtype=DTYPES[made.dtype],
     )

@@ -4,7 +4,8 @@ Shapes and meanings stand at each reference; both implementations have the same 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,14 +39,15 @@ class Ops:
     embed: Callable[..., torch.Tensor]
 
 
-def select(choice: Literal["auto", "reference", "triton"], device: torch.device) -> Ops:
+def select(choice: Literal["auto", "reference", "triton"], device: torch.device, overlap: bool = False) -> Ops:
     """The operations for `device`; "auto" is Triton on a GPU and plain torch on a CPU.
 
+    overlap: let kernels start before the previous one ends, where the device can (see overlap.py).
     Raises ConfigError for Triton on a CPU (unless it interprets) and where Triton is not installed.
     """
     if choice == "auto":
         choice = "triton" if device.type == "cuda" else "reference"
-    return _reference() if choice == "reference" else _triton(device)
+    return _reference() if choice == "reference" else _triton(device, overlap)
 
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
@@ -91,7 +93,7 @@ def _reference() -> Ops:
     return _table("reference", modules)
 
 
-def _triton(device: torch.device) -> Ops:
+def _triton(device: torch.device, overlap: bool) -> Ops:
     try:
         from triton import knobs
     except ImportError:
@@ -109,6 +111,11 @@ def _triton(device: torch.device) -> Ops:
     import shardwise.kernels.moe_block.triton as moe_block
     import shardwise.kernels.norm.triton as norm
     import shardwise.kernels.rope.triton as rope
+    from shardwise.kernels.overlap import can_overlap
 
     modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step)
-    return _table("triton", modules)
+    table = _table("triton", modules)
+    if not (overlap and can_overlap(device)):
+        return table
+    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm")
+    return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

@@ -99,6 +99,6 @@ class GatedAttention:
         )
         y_TND = self.ops.paged_attention(
             q_TND, cache.k_pages, cache.v_pages, seqs, self.head_map_N, self.scale,
-            k_scale=cache.k_scale, v_scale=cache.v_scale,
+            k_scale=cache.k_scale, v_scale=cache.v_scale, gate_TND=gate_TND,
         )  # fmt: skip
-        return self.out((y_TND * gate_TND.sigmoid()).flatten(1)), residual_TH
+        return self.out(y_TND.flatten(1)), residual_TH

@@ -43,10 +43,10 @@ def _split(length, splits, BLOCK_T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pages_stride", "splits"], do_not_specialize_on_alignment=METADATA)
 def decode_kernel(
-    q, k_pages, v_pages, out, partial, stats, context, pages, head_map, scale_log2, v_scale, heads, pages_stride,
-    splits, q_token_stride, q_head_stride, page_stride, head_stride, token_stride, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    q, k_pages, v_pages, out, gate, partial, stats, context, pages, head_map, scale_log2, v_scale, heads, pages_stride,
+    splits, q_token_stride, q_head_stride, gate_token_stride, gate_head_stride, page_stride, head_stride, token_stride,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
+    FP8: tl.constexpr, PARTIAL: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head."""
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -91,16 +91,19 @@ def decode_kernel(
         tl.store(stats + at * 2 + 1, weight_sum, mask=live)
     else:
         y = value_sum / weight_sum[:, None] * v_scale
+        if GATE:
+            gate_at = sequence * gate_token_stride + (head * gate_head_stride)[:, None] + column[None, :]
+            y *= tl.sigmoid(tl.load(gate + gate_at, mask=wanted, other=0.0).to(tl.float32))
         out_at = ((sequence * heads + head) * DIM)[:, None] + column[None, :]
         tl.store(out + out_at, y.to(out.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["context"])
 def reduce_kernel(
-    partial, stats, out, context, v_scale, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    partial, stats, out, gate, context, v_scale, splits, gate_token_stride, gate_head_stride, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, query head): the splits that had positions, summed at a common maximum."""
+    """Program (sequence, query head): the splits that had positions, summed at a common maximum, and gated."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(context + tl.program_id(0)) + 1
     used = tl.cdiv(length, _split(length, splits, BLOCK_T))
@@ -122,7 +125,11 @@ def reduce_kernel(
         value_sum = value_sum * fade + tl.sum(values * share[:, None], 0)
         weight_sum = weight_sum * fade + tl.sum(sums * share, 0)
         top = new_top
-    tl.store(out + row * DIM + column, (value_sum / weight_sum * v_scale).to(out.dtype.element_ty), mask=inside)
+    y = value_sum / weight_sum * v_scale
+    if GATE:
+        gate_at = tl.program_id(0).to(tl.int64) * gate_token_stride + tl.program_id(1) * gate_head_stride + column
+        y *= tl.sigmoid(tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out + row * DIM + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 def _config(dim: int, page_tokens: int, item_bytes: int, fp8: bool) -> tuple[dict[str, Any], int, int]:
@@ -155,13 +162,18 @@ def decode(
     scale_log2: float,
     v_scale: float,
     processors: int,
+    gate_SND: torch.Tensor | None = None,
 ) -> None:
-    """Fills out_SND, contiguous, for the decodes of `seqs`. FP8 pages come as their bytes (uint8)."""
+    """Fills out_SND, contiguous, for the decodes of `seqs`, times the sigmoid of the gate, if there is one.
+
+    FP8 pages come as their bytes (uint8).
+    """
     (count, heads, dim), (_, kv_heads, page_tokens, _) = q_SND.shape, k_pages.shape
     constants, warps, stages = _config(dim, page_tokens, q_SND.element_size(), k_pages.dtype == torch.uint8)
     groups = kv_heads * triton.cdiv(heads, HEADS)
     splits = split_count(seqs.max_length, count * groups, processors, constants["BLOCK_T"])
     partial, stats = out_SND, out_SND  # of no use with one split
+    gate_SND, gated = (q_SND, False) if gate_SND is None else (gate_SND, True)
     if splits > 1:
         partial = torch.empty(count, heads, splits, dim, dtype=torch.float32, device=q_SND.device)
         stats = torch.empty(count, heads, splits, 2, dtype=torch.float32, device=q_SND.device)
@@ -170,6 +182,7 @@ def decode(
         k_pages,
         v_pages,
         out_SND,
+        gate_SND,
         partial,
         stats,
         seqs.context_S,
@@ -181,17 +194,20 @@ def decode(
         seqs.pages_SP.stride(0),
         splits,
         *q_SND.stride()[:2],
+        *gate_SND.stride()[:2],
         *k_pages.stride()[:3],
         **constants,
         PARTIAL=splits > 1,
+        GATE=gated and splits == 1,
         num_warps=warps,
         num_stages=stages,
     )
     if splits > 1:
         sizes = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")}
         reduce_kernel[(count, heads)](
-            partial, stats, out_SND, seqs.context_S, v_scale, splits, **sizes, BLOCK_C=REDUCE_SPLITS, num_warps=4
-        )
+            partial, stats, out_SND, gate_SND, seqs.context_S, v_scale, splits, *gate_SND.stride()[:2], **sizes,
+            BLOCK_C=REDUCE_SPLITS, GATE=gated, num_warps=4,
+        )  # fmt: skip
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -203,12 +219,27 @@ def compile_cases() -> Iterator[CompileCase]:
         (64, "*fp32", "*fp32", (True,)),
     ):
         constants, warps, stages = _config(dim, 64, 4 if kind == "*fp32" else 2, pool == "*u8")
-        kinds = {"q": kind, "out": kind, "k_pages": pool, "v_pages": pool, "partial": "*fp32", "stats": "*fp32"}
+        kinds = {
+            "q": kind,
+            "out": kind,
+            "gate": kind,
+            "k_pages": pool,
+            "v_pages": pool,
+            "partial": "*fp32",
+            "stats": "*fp32",
+        }
         for partial in partials:
-            constexprs = constants | {"PARTIAL": partial}
+            constexprs = constants | {"PARTIAL": partial, "GATE": not partial}
             signed = signature(decode_kernel, constexprs, ints | kinds)
             yield CompileCase(decode_kernel, signed, constexprs, warps, stages)
     constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
-    constexprs |= {"DIM": 256, "BLOCK_D": 256}
-    types = {"partial": "*fp32", "stats": "*fp32", "out": "*bf16", "context": "*i32", "v_scale": "fp32"}
+    constexprs |= {"DIM": 256, "BLOCK_D": 256, "GATE": True}
+    types = {
+        "partial": "*fp32",
+        "stats": "*fp32",
+        "out": "*bf16",
+        "gate": "*bf16",
+        "context": "*i32",
+        "v_scale": "fp32",
+    }
     yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)

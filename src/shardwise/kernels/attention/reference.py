@@ -44,11 +44,28 @@ def paged_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    gate_TND: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out_TND in q's dtype; query t of a sequence sees the first context + t + 1 positions, its own the last of them.
 
     head_map_N (int32): the kv head that each query head reads. The pages of this step's tokens are stored already.
+    gate_TND: the output is multiplied by its sigmoid, if there is one.
     """
+    out_TND = _attention(q_TND, k_pages, v_pages, seqs, head_map_N, scale, k_scale, v_scale)
+    return out_TND if gate_TND is None else out_TND * gate_TND.sigmoid()
+
+
+def _attention(
+    q_TND: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    seqs: Sequences,
+    head_map_N: torch.Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> torch.Tensor:
+    """Without a gate."""
     out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
     if not out_TND.numel():
         return out_TND

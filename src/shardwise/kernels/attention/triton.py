@@ -96,8 +96,9 @@ def paged_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    gate_TND: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference; queries may be views of a wider tensor."""
+    """As the reference; queries and gates may be views of a wider tensor."""
     out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
     if not q_TND.numel():
         return out_TND
@@ -107,9 +108,12 @@ def paged_attention(
     scale_log2, decodes = scale * k_scale * log2(e), seqs.decodes
     if decodes:
         first = q_TND[:decodes], k_pool, v_pool, out_TND[:decodes]
-        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors)
+        gate_TND = gate_TND if gate_TND is None or gate_TND.stride(-1) == 1 else gate_TND.contiguous()
+        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, gate_TND)
     if decodes < seqs.count:
         filling.prefill(q_TND, k_pool, v_pool, out_TND, seqs, head_map_N, scale_log2, v_scale, shared_bytes)
+        if gate_TND is not None:
+            out_TND[decodes:] *= gate_TND[decodes:].sigmoid()
     return out_TND
 
 

@@ -19,6 +19,7 @@ from shardwise.kernels.delta.decode import NORM_EPS, log_decay
 from shardwise.kernels.delta.triton import _packed as packed
 from shardwise.kernels.delta.triton import gated_delta
 from shardwise.kernels.norm.triton import gated_rms_norm
+from shardwise.kernels.overlap import after_previous, launch
 from shardwise.kernels.sequences import Sequences
 
 STATE_ELEMENTS = 128 * 128  # of one head, most that a program holds in registers
@@ -29,8 +30,10 @@ def delta_norm_kernel(
     q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, a_ptr, a_stride, b_ptr, b_stride, A_log_ptr, dt_bias_ptr,
     key_map_ptr, state_ptr, starts_ptr, context_ptr, rows_ptr, out_ptr, gate_ptr, gate_stride, norm_ptr, eps,
     V: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence, one head: its state is read and written once, its output normed and gated."""
+    after_previous(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -81,8 +84,9 @@ def gated_delta_norm(
     gate_TVD: torch.Tensor,
     norm_D: torch.Tensor,
     eps: float,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """As the reference; for single tokens the output is not rounded before its norm."""
+    """As the reference; for single tokens the output is not rounded before its norm. pdl: see overlap.py."""
     _, heads, key_width, value_width = state_RVKD.shape
     constants, warps = _config(key_width, value_width)
     if not v_TVD.numel() or constants["KP"] * constants["DP"] > STATE_ELEMENTS:
@@ -96,7 +100,7 @@ def gated_delta_norm(
     if seqs.decodes:
         delta_norm_kernel[(seqs.decodes, heads)](
             *inputs, *gating, state_RVKD, seqs.starts_S1, seqs.context_S, seqs.state_rows_S, out_TVD,
-            *packed(gate_TVD), norm_D, eps, V=heads, **constants, num_warps=warps,
+            *packed(gate_TVD), norm_D, eps, V=heads, **constants, num_warps=warps, **launch(pdl),
         )  # fmt: skip
     if seqs.decodes < seqs.count:
         filling.prefill(inputs, gating, state_RVKD, seqs, out_TVD)
@@ -113,5 +117,5 @@ def compile_cases() -> Iterator[CompileCase]:
         constants, warps = _config(128, 128)
         names = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "gate_ptr", "norm_ptr")
         types = dict.fromkeys(names, kind) | ints | floats
-        constants["V"] = 32
+        constants |= {"V": 32, "PDL": False}
         yield CompileCase(delta_norm_kernel, signature(delta_norm_kernel, constants, types), constants, warps, 1)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_sums, coarse_scale
+from shardwise.kernels.overlap import after_previous
 
 
 @triton.jit
@@ -25,9 +26,9 @@ def summed(x, added, at, mask, ADD: tl.constexpr):
 @triton.jit
 def normed_sums(
     x, added, norm, value, fine, coarse, o_R, tokens, eps, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, V: tl.constexpr, ADD: tl.constexpr,
+    C: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """weight[o] @ norm(x + added) for all T tokens -> [T, R] in fp32, by the layout W of the weight."""
+    """weight[o] @ norm(x + added) for all T tokens -> [T, R] in fp32, by the layout W; x as it is without NORM."""
     K: tl.constexpr = W[COLUMNS]
     t_T, v_V = tl.arange(0, T), tl.arange(0, V)
     ok_1R, e_1R = (o_R < W[ROWS])[None, :], tl.zeros((1, R), tl.int32)
@@ -39,12 +40,15 @@ def normed_sums(
         at = (t_T * K)[None, :, None] + at_CV[:, None, :]
         ok_C = c_C < K // V
         x_CTV = summed(x, added, at, ok_C[:, None, None] & (t_T < tokens)[None, :, None], ADD)
-        factor_CV = 1.0 + tl.load(norm + at_CV, mask=ok_C[:, None], other=0).to(tl.float32)
-        squares_CT += tl.sum(x_CTV * x_CTV, 2)
-        scaled_CTV = x_CTV * factor_CV[:, None, :]
-        sums_CTR += chunk_sums(scaled_CTV, value, fine, e_1R, o_R[None, :], ok_1R, c_C, V, W)
+        if NORM:
+            factor_CV = 1.0 + tl.load(norm + at_CV, mask=ok_C[:, None], other=0).to(tl.float32)
+            squares_CT += tl.sum(x_CTV * x_CTV, 2)
+            x_CTV *= factor_CV[:, None, :]
+        sums_CTR += chunk_sums(x_CTV, value, fine, e_1R, o_R[None, :], ok_1R, c_C, V, W)
     y_TR = tl.sum(sums_CTR, 0) * coarse_scale(coarse, e_1R, o_R[None, :], ok_1R, W)
-    return y_TR * tl.rsqrt(tl.sum(squares_CT, 0) / K + eps)[:, None]
+    if NORM:
+        y_TR *= tl.rsqrt(tl.sum(squares_CT, 0) / K + eps)[:, None]
+    return y_TR
 
 
 @triton.jit
@@ -83,12 +87,12 @@ def write_total(x, added, total, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def _part(
     x, added, norm, value, fine, coarse, out, program, tokens, eps, conv, state, context, rows, W: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, ADD: tl.constexpr, TAPS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+    TAPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     o_R, t_T = program * R + tl.arange(0, R), tl.arange(0, T)
     ok_TR = (t_T < tokens)[:, None] & (o_R < W[ROWS])[None, :]
-    y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, ADD)
+    y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, NORM, ADD)
     if TAPS > 0:
         rounded_TR = y_TR.to(out.dtype.element_ty).to(tl.float32)
         y_TR = convolved(rounded_TR, o_R, ok_TR, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
@@ -100,25 +104,26 @@ def norm_linears_kernel(
     x, added, norm, total, tokens, eps, conv, state, context, rows, value0, fine0, coarse0, out0, value1, fine1,
     coarse1, out1, value2, fine2, coarse2, out2, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
     T: tl.constexpr, R0: tl.constexpr, C0: tl.constexpr, V0: tl.constexpr, R1: tl.constexpr, C1: tl.constexpr,
-    V1: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr, V2: tl.constexpr, ADD: tl.constexpr, TAPS: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    V1: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr, V2: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+    TAPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of one of up to three weights (R1, R2: 0 without), read once, for all of T tokens."""
+    after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
     N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0
     N2: tl.constexpr = (W2[ROWS] + R2 - 1) // R2 if R2 > 0 else 0
     if program < N0:
         _part(x, added, norm, value0, fine0, coarse0, out0, program, tokens, eps, conv, state, context, rows, W0, T,
-              R0, C0, V0, ADD, TAPS, WINDOW)  # fmt: skip
+              R0, C0, V0, NORM, ADD, TAPS, WINDOW)  # fmt: skip
     if R1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
             _part(x, added, norm, value1, fine1, coarse1, out1, program - N0, tokens, eps, conv, state, context, rows,
-                  W1, T, R1, C1, V1, ADD, 0, WINDOW)  # fmt: skip
+                  W1, T, R1, C1, V1, NORM, ADD, 0, WINDOW)  # fmt: skip
     if R2 > 0:  # noqa: SIM102
         if (program >= N0 + N1) & (program < N0 + N1 + N2):
             _part(x, added, norm, value2, fine2, coarse2, out2, program - N0 - N1, tokens, eps, conv, state, context,
-                  rows, W2, T, R2, C2, V2, ADD, 0, WINDOW)  # fmt: skip
+                  rows, W2, T, R2, C2, V2, NORM, ADD, 0, WINDOW)  # fmt: skip
     if ADD:  # noqa: SIM102
         if program == N0 + N1 + N2:
             write_total(x, added, total, tokens, W0[COLUMNS], BLOCK)

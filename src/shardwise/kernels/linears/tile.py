@@ -25,6 +25,7 @@ from shardwise.kernels.linear.tiles import (
     weight_tile,
 )
 from shardwise.kernels.linears.stream import convolved, summed, write_total
+from shardwise.kernels.overlap import after_previous
 
 
 @triton.jit
@@ -76,9 +77,10 @@ def tile_linears_kernel(
     coarse1, out1, value2, fine2, coarse2, out2, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
     T: tl.constexpr, R0: tl.constexpr, C0: tl.constexpr, R1: tl.constexpr, C1: tl.constexpr, R2: tl.constexpr,
     C2: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of one of up to three weights (R1, R2: 0 without), C columns a step, for up to T tokens."""
+    after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
     N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0

@@ -16,11 +16,12 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.geometry import Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import linear, power_of_two, step_of, stream_config
+from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
+from shardwise.kernels.overlap import launch
 
 PARTS = 3  # weights of one launch at most
 STREAM_TOKENS = 1  # up to so many, sums by ordinary arithmetic; beyond, by matrix units
@@ -48,21 +49,25 @@ def norm_linears(
     out_dtypes: Sequence[torch.dtype | None],
     conv: Conv | None = None,
     target: Target | None = None,
+    pdl: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """As the reference; with few tokens the norm is not rounded between. target: the device's, if None."""
+    """As the reference; with few tokens the norm is not rounded between.
+
+    target: the device's, if None; pdl: see overlap.py.
+    """
     target = target or target_of(residual_TH.device)
     tokens = residual_TH.shape[0]
     dtypes = [dtype or norm_H.dtype for dtype in out_dtypes]
     if 0 < tokens <= NORM_TOKENS and _joinable(weights, conv, tokens):
         added_TH = None if added_TH is None else added_TH.contiguous()
         total_TH = residual_TH if added_TH is None else torch.empty_like(residual_TH.contiguous())
-        outputs = _joint(residual_TH.contiguous(), added_TH, norm_H, total_TH, eps, weights, dtypes, conv, target)
+        outputs = _joint(residual_TH.contiguous(), added_TH, norm_H, total_TH, eps, weights, dtypes, conv, target, pdl)
         return outputs, total_TH
     if added_TH is None:
         x_TH = rms_norm(residual_TH, norm_H, eps)
     else:
         x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps)
-    return linears(x_TH, weights, dtypes, conv, target), residual_TH
+    return linears(x_TH, weights, dtypes, conv, target, pdl), residual_TH
 
 
 def linears(
@@ -71,14 +76,15 @@ def linears(
     out_dtypes: Sequence[torch.dtype | None],
     conv: Conv | None = None,
     target: Target | None = None,
+    pdl: bool = False,
 ) -> list[torch.Tensor]:
-    """As the reference. target: the device's, if None."""
+    """As the reference. target: the device's, if None; pdl: see overlap.py."""
     target = target or target_of(x_TH.device)
     tokens = x_TH.shape[0]
     dtypes = [dtype or x_TH.dtype for dtype in out_dtypes]
     alike = all(weight.tensors[0].dtype in (x_TH.dtype, torch.uint8, torch.float8_e4m3fn) for weight in weights)
-    if STREAM_TOKENS < tokens <= TILE_TOKENS and alike and _joinable(weights, conv, tokens):
-        return _joint(x_TH.contiguous(), None, None, None, 0.0, weights, dtypes, conv, target)
+    if 0 < tokens <= TILE_TOKENS and (alike or tokens <= STREAM_TOKENS) and _joinable(weights, conv, tokens):
+        return _joint(x_TH.contiguous(), None, None, None, 0.0, weights, dtypes, conv, target, pdl)
     outputs = [linear(x_TH, weight, dtype, target) for weight, dtype in zip(weights, dtypes, strict=True)]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
@@ -101,6 +107,7 @@ def _joint(
     dtypes: Sequence[torch.dtype],
     conv: Conv | None,
     target: Target,
+    pdl: bool,
 ) -> list[torch.Tensor]:
     """All in one launch; without norm_H, of x itself."""
     operands = [operand(weight, target.native_fp8) for weight in weights]
@@ -122,7 +129,7 @@ def _joint(
     plan.kernel[(plan.programs,)](
         x_TH, x_TH if added_TH is None else added_TH, x_TH if norm_H is None else norm_H,
         x_TH if total_TH is None else total_TH, tokens, eps, *convolution, *tensors, **plan.constexprs,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, **launch(pdl),
     )  # fmt: skip
     return outputs
 
@@ -140,13 +147,13 @@ def choose(
     """The launch for these weights. wide: activations have 4 bytes; stream: not by matrix units, whatever `tokens`."""
     stream = stream or tokens <= STREAM_TOKENS
     columns = operands[0].layout[3]
-    found: dict[str, Any] = {"ADD": added, "TAPS": taps, "WINDOW": power_of_two(taps)}
+    found: dict[str, Any] = {"NORM": normed, "ADD": added, "TAPS": taps, "WINDOW": power_of_two(taps)}
     found |= {"BLOCK": min(power_of_two(columns), 2048), "T": power_of_two(tokens) if stream else 16}
     rows = 0
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
         if stream:
-            chosen = stream_config(of, tokens)
+            chosen = normed_config(of, tokens) if normed else stream_config(of, tokens)
             found |= {f"W{n}": of.layout, f"R{n}": chosen.R, f"C{n}": chosen.C, f"V{n}": of.chunk}
         else:
             R, C = _tile(of, target, wide)
@@ -158,7 +165,13 @@ def choose(
     if stream:
         return Plan(norm_linears_kernel, found, rows + int(added), 4, 1)
     stages = 2 if wide else 4 if target.shared_kib > 128 else 3
-    return Plan(tile_linears_kernel, found | {"NORM": normed}, rows + int(added), 4, stages)
+    return Plan(tile_linears_kernel, found, rows + int(added), 4, stages)
+
+
+def normed_config(of: Operand, tokens: int) -> Stream:
+    """As stream_config, but never of few rows: the input and the norm are five times a row, though in the cache."""
+    chosen = stream_config(of, tokens)
+    return Stream(4, min(chosen.C, 128), 4) if of.layout[2] >= 1024 else Stream(2, min(chosen.C, 128), 4)
 
 
 def _tile(of: Operand, target: Target, wide: bool) -> tuple[int, int]:
@@ -190,5 +203,6 @@ def _case(cases: Sequence[Case], tokens: int, normed: bool, taps: int, target: T
         found = cases[n] if n < len(cases) else cases[0]
         types |= {f"{name}{n}": kind for name, kind in found.types.items()}
         types |= {f"out{n}": "*fp32" if n == 2 else "*bf16"}
-    signed = signature(plan.kernel, plan.constexprs, types)
-    return CompileCase(plan.kernel, signed, plan.constexprs, plan.warps, plan.stages, target.shared_kib * 1024)
+    constexprs = plan.constexprs | {"PDL": target.shared_kib > 128}
+    signed = signature(plan.kernel, constexprs, types)
+    return CompileCase(plan.kernel, signed, constexprs, plan.warps, plan.stages, target.shared_kib * 1024)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_sums, coarse_scale
 from shardwise.kernels.linears.stream import normed_sums, summed
+from shardwise.kernels.overlap import after_previous
 
 LEAST = tl.constexpr(-(2**63))
 LOW = tl.constexpr(2**32 - 1)
@@ -54,15 +55,16 @@ def choose_experts(
 def norm_route_kernel(
     x, added, norm, total, normed, value, fine, coarse, logits, weights, ids, arrivals, tokens, eps, experts,
     W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, ADD: tl.constexpr,
-    TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs with R rows of the router; the one that is done last chooses. Then a program a token, for the norm."""
+    after_previous(PDL)
     program = tl.program_id(0)
     K: tl.constexpr = W[COLUMNS]
     N: tl.constexpr = (W[ROWS] + R - 1) // R
     if program < N:
         o_R, t_T = program * R + tl.arange(0, R), tl.arange(0, T)
-        y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, ADD)
+        y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, True, ADD)
         ok_TR = (t_T < tokens)[:, None] & (o_R < W[ROWS])[None, :]
         tl.store(logits + (t_T * W[ROWS])[:, None] + o_R[None, :], y_TR, mask=ok_TR)
         tl.debug_barrier()
@@ -109,9 +111,10 @@ def _gated(
 def gate_up_kernel(
     x, act, shared_act, ids, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens,
     TOP_K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, WS: tl.constexpr,
-    RS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr,
+    RS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, tile): the rows of one expert for one token; after the pairs come the tokens' shared experts."""
+    after_previous(PDL)
     pair, tile = tl.program_id(0), tl.program_id(1)
     pairs = tokens * TOP_K
     if pair < pairs:
@@ -130,9 +133,10 @@ def gate_up_kernel(
 def down_kernel(
     act, shared_act, ids, weights, gate, gate_stride, out, value, fine, coarse, shared_value, shared_fine,
     shared_coarse, TOP_K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    V: tl.constexpr, WS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr,
+    V: tl.constexpr, WS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weighted sum over a token's experts, which are read side by side, and of its shared expert."""
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     I: tl.constexpr = W[COLUMNS]  # noqa: E741
     IS: tl.constexpr = WS[COLUMNS]

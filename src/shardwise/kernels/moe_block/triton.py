@@ -14,13 +14,14 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import Stream, power_of_two, stream_config
-from shardwise.kernels.linears.triton import linears
+from shardwise.kernels.linear.triton import Stream, power_of_two
+from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import moe, route, silu_mul
 from shardwise.kernels.moe_block.reference import Routed
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
+from shardwise.kernels.overlap import launch
 
 STREAM_TOKENS = 4  # up to so many, tokens share few experts
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
@@ -36,8 +37,9 @@ def norm_route(
     top_k: int,
     arrivals: torch.Tensor | None = None,
     target: Target | None = None,
+    pdl: bool = False,
 ) -> Routed:
-    """As the reference. target: the device's, if None."""
+    """As the reference. target: the device's, if None; pdl: see overlap.py."""
     tokens, hidden = residual_TH.shape
     few = 0 < tokens <= STREAM_TOKENS and hidden <= NORM_WIDTH
     if not few or arrivals is None or len(routers) > 1 or top_k < 1:
@@ -45,7 +47,7 @@ def norm_route(
             x_TH = rms_norm(residual_TH, norm_H, eps)
         else:
             x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps)
-        parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target)
+        parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target, pdl=pdl)
         logits_TE1 = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k)
         return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
@@ -62,12 +64,13 @@ def norm_route(
     norm_route_kernel[(triton.cdiv(of.layout[2], constexprs["R"]) + tokens,)](
         residual_TH, residual_TH if added_TH is None else added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
         weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=4,
+        **launch(pdl),
     )  # fmt: skip
     return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
 
 
 def _route_constants(of: Operand, tokens: int, added: bool, top_k: int) -> dict[str, Any]:
-    chosen = stream_config(of, tokens)
+    chosen = normed_config(of, tokens)
     return {
         "W": of.layout, "T": power_of_two(tokens), "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": added,
         "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
@@ -85,17 +88,18 @@ def moe_shared(
     shared_down: Sequence[Weight],
     gate_T1: torch.Tensor,
     target: Target | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """As the reference. target: the device's, if None."""
+    """As the reference. target: the device's, if None; pdl: see overlap.py."""
     target = target or target_of(x_TH.device)
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
     if 0 < x_TH.shape[0] <= STREAM_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
         banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
-        return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1)
+        return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1, pdl)
     routed_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target)
-    parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target)
+    parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target)
+    (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target, pdl=pdl)
     if routed_TH.numel():
         tokens, hidden = routed_TH.shape
         gated_add_kernel[(tokens, triton.cdiv(hidden, GATED_ADD_BLOCK))](
@@ -113,6 +117,7 @@ def _stream(
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
     gate_T1: torch.Tensor,
+    pdl: bool,
 ) -> torch.Tensor:
     """Two launches: gates and ups of all experts, then their weighted sum."""
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
@@ -127,12 +132,13 @@ def _stream(
     )
     gate_up_kernel[(tokens * (top_k + 1), tiles)](
         x_TH, act_MI, shared_act_TI, ids_Tk.contiguous(), *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
-        num_warps=4,
+        num_warps=4, **launch(pdl),
     )  # fmt: skip
     constexprs = _down_constants(down, shared_down, top_k)
     down_kernel[(tokens, triton.cdiv(hidden, constexprs["R"]))](
         act_MI, shared_act_TI, ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1, gate_T1.stride(0), out_TH,
         *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=4,
+        **launch(pdl),
     )  # fmt: skip
     return out_TH
 
@@ -160,7 +166,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     types |= {"ids": "*i32", "arrivals": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
     router = case(257, 2048, "bf16", native_fp8)
     for tokens in (1, 4):
-        constexprs = _route_constants(router.of, tokens, True, 8)
+        constexprs = _route_constants(router.of, tokens, True, 8) | {"PDL": False}
         signed = signature(norm_route_kernel, constexprs, types | router.types)
         yield CompileCase(norm_route_kernel, signed, constexprs, 4, 1)
     types |= {"x": "*bf16", "act": "*bf16", "shared_act": "*bf16"}
@@ -168,11 +174,11 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     for up, down in banks(native_fp8):
         for shared_up, shared_down in ((up, down), plain):
             own = {f"shared_{name}": kind for name, kind in shared_up.types.items()}
-            constexprs = _up_constants(up.of, shared_up.of, 8)
+            constexprs = _up_constants(up.of, shared_up.of, 8) | {"PDL": False}
             signed = signature(gate_up_kernel, constexprs, types | up.types | own)
             yield CompileCase(gate_up_kernel, signed, constexprs, 4, 1)
             own = {f"shared_{name}": kind for name, kind in shared_down.types.items()}
-            constexprs = _down_constants(down.of, shared_down.of, 8)
+            constexprs = _down_constants(down.of, shared_down.of, 8) | {"PDL": False}
             signed = signature(down_kernel, constexprs, types | down.types | own)
             yield CompileCase(down_kernel, signed, constexprs, 4, 1)
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
