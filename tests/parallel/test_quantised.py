@@ -93,7 +93,7 @@ def test_tokens_are_those_of_one_rank(
 def lead(one: Answer, many: Answer) -> float | None:
     """None if the tokens are the same, else the lead that the first different one had at one rank.
 
-    Stop tokens come without; then the lead is that of the other side's token, whose logits are the same but for rounding.
+    Stop tokens come without; then the lead is that of the other side's token, whose logits are alike but for rounding.
     """
     if one.tokens == many.tokens:
         return None

@@ -22,7 +22,7 @@ GROUP = "delta"
 
 @dataclass(frozen=True)
 class DeltaState:
-    """Of one layer, by row: the last conv_width - 1 inputs [rows, C, width - 1] and the state [rows, V, K, D] in fp32."""
+    """Of one layer, by row: the last conv_width - 1 inputs [rows, C, width - 1], the state [rows, V, K, D] in fp32."""
 
     conv: torch.Tensor
     delta: torch.Tensor

@@ -25,7 +25,7 @@ def declare_mlp(hidden: int, size: int, name: str, source: str, format_of: Forma
 
 
 def declare_moe(config: ModelConfig, name: str, source: str, stacked: bool, format_of: FormatOf) -> Specs:
-    """Experts, router and shared expert of `source` (…mlp). `stacked`: the checkpoint has one tensor for all experts."""
+    """Experts, router and shared expert of `source` (…mlp). stacked: the checkpoint has one tensor for all experts."""
     hidden, size, experts = config.hidden_size, config.expert_intermediate_size, config.experts
     halves = (Segment("gate", size), Segment("up", size))
     if stacked:
