@@ -56,7 +56,6 @@ def generate(
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):
         one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
-    torch.set_num_threads(1)  # more of them wait for one another where other tests run
     if rank:
         one.runner.follow()
         return None
