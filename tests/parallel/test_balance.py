@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from shardwise.config import ServeConfig
 from shardwise.engine.decide import decide
-from shardwise.parallel.comm import StagedCommunicator, prove
+from shardwise.parallel.comm import StagedCommunicator
+from shardwise.parallel.connect import prove
 from tests.golden import eval as evaluation
 from tests.parallel import engine_ranks
 from tests.parallel.test_miniature import SERVE, differing, requests
