@@ -150,6 +150,9 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names to answer to", **unset)
     group.add_argument("--api-key", help="that every request must bring", **unset)
     group.add_argument("--reasoning-parser", choices=choices("reasoning_parser"), help="none: keep <think>", **unset)
+    group.add_argument(
+        "--tool-call-parser", choices=choices("tool_call_parser"), help="form of tool calls; none: keep text", **unset
+    )
     group.add_argument("--max-body-bytes", type=COUNT, metavar="BYTES", help="of one request", **unset)
     group.add_argument("--max-images", type=number(0, float("inf")), metavar="N", help="of one request", **unset)
     group.add_argument(

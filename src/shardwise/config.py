@@ -310,6 +310,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_model_name: tuple[str, ...] = ()
     api_key: str = ""
     reasoning_parser: Literal["auto", "none"] = "auto"  # none: <think> stays in the content of a chat answer
+    tool_call_parser: Literal["auto", "xml", "json", "none"] = "auto"  # none: calls stay in the content
     max_body_bytes: int = 32 * 2**20  # of one HTTP request
     ui: bool = True  # the page at /
     drain_seconds: float = 30.0

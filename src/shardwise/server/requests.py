@@ -190,6 +190,17 @@ class Tool(BaseModel):
     function: FunctionTool
 
 
+class NamedFunction(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
     """Checked, but with its keys in the caller's order, which the template shows to the model."""
     check(value)
@@ -206,10 +217,14 @@ class ChatBody(GenerateBody):
     tools: Annotated[list[Annotated[Tool, WrapValidator(_as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
         None
     )
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Ignored = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def named_tool(self) -> str | None:
+        """The one function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
 
     def tool_definitions(self) -> list[Mapping[str, Any]]:
         """The tools that the model is told of."""
@@ -229,8 +244,18 @@ class ChatBody(GenerateBody):
                 raise invalid(f"{name}: must be 1 or more", name)
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise invalid("response_format: structured output is not served yet; only type 'text'", "response_format")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice: only 'auto' and 'none' are served; a call cannot be forced yet", "tool_choice")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool["function"]["name"] for tool in cast(list[Any], self.tools or [])]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise invalid(f"tools: two functions are named {twice[:100]!r}", "tools")
+        named = self.named_tool()
+        if named is not None and named not in names:
+            raise invalid(f"tool_choice: no function {named[:100]!r} among the tools", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise invalid("tool_choice: a call is required, and there are no tools", "tool_choice")
 
 
 def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from shardwise.server.responses import Usage
 from shardwise.server.sampling import GenerationDefaults, resolve
 from shardwise.server.text import ReasoningSplitter
 from shardwise.server.tokenizer import Tokenizer
+from shardwise.server.toolcalls import ToolCallParser
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,12 @@ def start(
     arrival_s: float,
     splitter_of: str | None = None,
     pictures: Sequence[Picture] = (),
+    tools: Callable[[], ToolCallParser | None] | None = None,
 ) -> list[AsyncGenerator[Piece, None]]:
     """n streams of pieces for each of the prompts, numbered in that order. Nothing runs before it is iterated.
 
     splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. pictures: of the only prompt.
-    Raises ApiError.
+    tools: makes a parser of calls for each answer. Raises ApiError.
     """
     n, limits = request.n or 1, services.limits()
     if len(prompts) * n > MAX_CHOICES:
@@ -134,6 +136,7 @@ def start(
                 include_stop=bool(request.include_stop_str_in_output),
                 skip_special_tokens=request.skip_special_tokens is not False,
                 splitter=None if splitter_of is None else ReasoningSplitter(splitter_of),
+                tools=None if tools is None else tools(),
                 meter=Meter(services.metrics, arrival_s),
             )
             streams.append(nothing(job) if echo_alone else run(services.engine, services.tokenizer, job))
