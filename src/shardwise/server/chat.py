@@ -15,7 +15,7 @@ from shardwise.server.logprobs import chat_logprobs
 from shardwise.server.media import Loaded
 from shardwise.server.messages import media_parts, template_messages
 from shardwise.server.middleware import read_body
-from shardwise.server.requests import ChatBody, parse
+from shardwise.server.requests import ChatBody
 from shardwise.server.responses import (
     CalledFunction,
     ChatChoice,
@@ -164,6 +164,12 @@ async def _load(services: Services, request: ChatBody) -> list[Loaded]:
     return await services.media.load(parts) if parts and services.media is not None else []
 
 
+async def chat_prompt(services: Services, request: ChatBody, size: int) -> tuple[str, list[int], list[Picture]]:
+    """The rendered prompt, its token ids and the pictures in them; `size`: characters of the request. Raises ApiError."""
+    loaded = await _load(services, request)
+    return await services.tokenizer.run(size, _prompt, services, request, loaded)
+
+
 @dataclass(frozen=True)
 class Turn:
     """A conversation's next answers, ready to run: what all three chat APIs make their own shapes of."""
@@ -173,12 +179,19 @@ class Turn:
     streams: Sequence[AsyncGenerator[Piece, None]]
 
 
-async def begin(services: Services, request: ChatBody, header: Header, size: int, arrival_s: float) -> Turn:
-    """Render, tokenise and hand over; `size`: characters of the request. Raises ApiError."""
-    services.limits()
+async def begin(
+    services: Services, request: ChatBody, header: Header, size: int, arrival_s: float, clamp: bool = False
+) -> Turn:
+    """Render, tokenise and hand over. Raises ApiError.
+
+    size: characters of the request. clamp: max_tokens over what the prompt leaves is no error, but cut down to it.
+    """
+    limits = services.limits()
     use = ToolUse.of(request, services.config.tool_call_parser)
-    loaded = await _load(services, request)
-    text, prompt, pictures = await services.tokenizer.run(size, _prompt, services, request, loaded)
+    text, prompt, pictures = await chat_prompt(services, request, size)
+    room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
+    if clamp and 0 < room < (request.max_tokens or 0):
+        request = request.model_copy(update={"max_tokens": room})
     splitter_of = text if services.config.reasoning_parser != "none" else None
     streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures, use.parser)
     return Turn(header, prompt, streams)
@@ -188,8 +201,7 @@ async def create_chat_completion(services: Services, http: Request) -> Response:
     """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
-    # A body with pictures is megabytes long; several at once would hold up the event loop one after the other.
-    request = await services.tokenizer.run(len(body), parse, ChatBody, body)
+    request = await services.parse(ChatBody, body)
     header = Header.make(http.state.request_id, "chatcmpl", services.model_name(request.model))
     turn = await begin(services, request, header, len(body), arrival_s)
     answer = _Answer(services, request, header, turn.prompt)

@@ -11,7 +11,7 @@ from shardwise.engine.messages import Logprob
 from shardwise.server.generation import Piece, collect, merge
 from shardwise.server.logprobs import completion_logprobs, prompt_offsets
 from shardwise.server.middleware import read_body
-from shardwise.server.requests import CompletionBody, parse
+from shardwise.server.requests import CompletionBody
 from shardwise.server.responses import Completion, CompletionChoice
 from shardwise.server.services import Header, Services, UsageCounter, start
 from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
@@ -92,7 +92,7 @@ async def create_completion(services: Services, http: Request) -> Response:
     """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
-    request = parse(CompletionBody, body)
+    request = await services.parse(CompletionBody, body)
     header = Header.make(http.state.request_id, "cmpl", services.model_name(request.model))
     services.limits()
     given = request.prompts(services.model_config.vocab_size)

@@ -53,6 +53,7 @@ class Piece:
     stop_reason: str | int | None = None
     generated_tokens: int = 0  # so far, in all
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # so far, those of the thinking
 
     def extend(self, later: "Piece") -> None:
         """Add what came after this."""
@@ -65,6 +66,7 @@ class Piece:
         self.prompt_logprobs = later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.generated_tokens = later.generated_tokens
+        self.reasoning_tokens = later.reasoning_tokens
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
 
 
@@ -78,6 +80,7 @@ class _Assembler:
         self._stops = StopStrings(job.stops, job.include_stop)
         self._piece = Piece(index=job.index)
         self._generated_tokens = 0
+        self._reasoning_tokens = 0
         self._characters = 0
         self._cached_tokens = 0
 
@@ -92,6 +95,7 @@ class _Assembler:
             piece.tokens.append(token)
             piece.logprobs += message.logprobs[i : i + 1]
             self._generated_tokens += 1
+            self._reasoning_tokens += self._job.splitter is not None and self._job.splitter.thinking
             self._text(self._detokenizer.add(token))
             if self._stops.matched is not None:
                 self._close_tools(complete=False)
@@ -158,6 +162,7 @@ class _Assembler:
     def _take(self) -> Piece:
         piece, self._piece = self._piece, Piece(index=self._job.index)
         piece.generated_tokens, piece.cached_tokens = self._generated_tokens, self._cached_tokens
+        piece.reasoning_tokens = self._reasoning_tokens
         return piece
 
 

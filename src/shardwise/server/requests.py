@@ -1,7 +1,7 @@
 """Bodies of requests, as pydantic models: strict types, nothing unknown, null means "not given". See docs/api.md."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -11,6 +11,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 
 from shardwise.server.errors import from_validation, invalid
@@ -26,6 +27,15 @@ class Body(BaseModel):
     """What all parts of a request have in common."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class EchoBody(Body):
+    """A part of an answer that comes back. Clients' own types write all fields that they know: null is not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(Body):
@@ -201,7 +211,7 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
-def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
+def as_given(value: Any, check: Callable[[Any], Any]) -> Any:
     """Checked, but with its keys in the caller's order, which the template shows to the model."""
     check(value)
     return value
@@ -214,7 +224,7 @@ class ChatBody(GenerateBody):
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Annotated[Tool, WrapValidator(_as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
+    tools: Annotated[list[Annotated[Tool, WrapValidator(as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
         None
     )
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
@@ -268,7 +278,16 @@ def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:
             )
 
 
-Parsed = TypeVar("Parsed", bound=GenerateBody)
+class Checked(Protocol):
+    """A body of any endpoint."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: bytes) -> Self: ...
+
+    def check(self) -> None: ...
+
+
+Parsed = TypeVar("Parsed", bound=Checked)
 
 
 def parse(model: type[Parsed], body: bytes) -> Parsed:

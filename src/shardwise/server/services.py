@@ -14,7 +14,7 @@ from shardwise.server.errors import ApiError, invalid
 from shardwise.server.generation import Job, Piece, nothing, run
 from shardwise.server.media import Media
 from shardwise.server.metrics import Meter, Metrics
-from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody
+from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody, Parsed, parse
 from shardwise.server.responses import Usage
 from shardwise.server.sampling import GenerationDefaults, resolve
 from shardwise.server.text import ReasoningSplitter
@@ -22,6 +22,8 @@ from shardwise.server.tokenizer import Tokenizer
 from shardwise.server.toolcalls import ToolCallParser
 
 logger = logging.getLogger(__name__)
+
+INLINE_BODY_BYTES = 1 << 20  # of a body that is parsed in the event loop: a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Services:
             param="model",
             code="model_not_found",
         )
+
+    async def parse(self, model: type[Parsed], body: bytes) -> Parsed:
+        """A request from its JSON, in a thread if it is long. Raises ApiError (400) that names the parameter."""
+        if len(body) <= INLINE_BODY_BYTES:
+            return parse(model, body)
+        return await self.tokenizer.run(len(body), parse, model, body)
 
     def limits(self) -> Ready:
         """The engine's limits. Raises ApiError (503) while it starts, and when the server is about to end."""
