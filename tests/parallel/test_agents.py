@@ -85,3 +85,33 @@ def test_tool_skills_with_the_openai_client(url: str) -> None:
         ):
             wrong.append((case.id, choice.message))
     assert not wrong
+
+
+@pytest.mark.slow
+def test_structured_output_and_forced_calls(url: str) -> None:
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+
+    def ask(thinking: bool = False, **options: Any) -> Any:
+        extra = {"chat_template_kwargs": {"enable_thinking": thinking}, **options.pop("extra_body", {})}
+        messages = [{"role": "user", "content": "What is the capital of Norway?"}]
+        return client.chat.completions.create(
+            model="miniature", messages=messages, extra_body=extra, **options
+        ).choices[0]
+
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for thinking in (False, True):
+        choice = ask(thinking, response_format=form)
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content)["city"] in ("Oslo", "Rome")
+    assert ask(extra_body={"guided_regex": "[xyz]{5}"}, temperature=1).message.content.strip("xyz") == ""
+    assert ask(extra_body={"guided_choice": ["no idea"]}).message.content == "no idea"
+    assert ask(logit_bias={"5": 1}).finish_reason == "stop"
+    minutes = {"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}
+    tools = [{"type": "function", "function": {"name": "set_timer", "parameters": minutes}}]
+    named = {"type": "function", "function": {"name": "set_timer"}}
+    for choice in (ask(tools=tools, tool_choice="required"), ask(True, tools=tools, tool_choice=named)):
+        assert choice.finish_reason == "tool_calls"
+        assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments)["minutes"], int)
+    with pytest.raises(openai.BadRequestError, match="multipleOf"):
+        ask(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": 2}}})

@@ -110,7 +110,7 @@ async def test_wrong_completions(body: dict[str, Any], param: str) -> None:
         ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": USER, "tools": [{"type": "other"}]}, "tools[0].type"),
         ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),

@@ -1,16 +1,22 @@
 """Requests that schemathesis makes up from our OpenAPI document: none may be a 500."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
+from shardwise.config import ServeConfig, load_model_config
+from shardwise.server.app import create_app
+from shardwise.server.sampling import GenerationDefaults
+from shardwise.server.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
-from tests.unit.server_fixtures import make_app, saying
+from tests.unit.server_fixtures import MODEL, saying
 
-EXAMPLES = 12  # of each operation, sound ones and wrong ones
+EXAMPLES = 6  # of each operation, sound ones and wrong ones
 OPERATIONS = 13
 REPLY = "I think.</think>well\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 
@@ -34,13 +40,22 @@ def explore(operation: Any, mode: GenerationMode) -> set[int]:
         assert b"internal_error" not in response.content, case.as_curl_command()
         statuses.add(response.status_code)
 
-    run()
+    with contextlib.suppress(Unsatisfiable):  # every text is a name: none is wrong
+        run()
     return statuses
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_request_is_a_500() -> None:
-    document = schemathesis.openapi.from_asgi("/openapi.json", make_app(FakeEngine(saying(REPLY))))
+def test_no_request_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "close", lambda self: None)  # each call is a whole life of the application
+    app = create_app(
+        ServeConfig(model=str(MODEL)),
+        FakeEngine(saying(REPLY)),
+        Tokenizer.load(MODEL),
+        load_model_config(MODEL),
+        GenerationDefaults(),
+    )
+    document = schemathesis.openapi.from_asgi("/openapi.json", app)
     operations = [result.ok() for result in document.get_all_operations()]
     assert len(operations) == OPERATIONS
     found: set[int] = set()

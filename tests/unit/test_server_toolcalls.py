@@ -77,10 +77,16 @@ CASES: list[tuple[str, str, list[tuple[str, Any]]]] = [
     ("x <tool_", "...", []),
     ("x \n\n", "...", []),
     (xml("unknown", a="1"), "...", []),
-    ('<tool_call>\n{"name": "f", "arguments": {"text": "}\\"{", "items": [{}]}}\n</tool_call>', "", [("f", {"text": '}"{', "items": [{}]})]),
+    (
+        '<tool_call>\n{"name": "f", "arguments": {"text": "}\\"{", "items": [{}]}}\n</tool_call>',
+        "", [("f", {"text": '}"{', "items": [{}]})],
+    ),
     ('<tool_call>\n{"arguments": {"a": 1}, "name": "g"}\n</tool_call>\nok', "ok", [("g", {"a": 1})]),
     ('<tool_call>{"name": "g", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("g", {"a": 1})]),
-    ('<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("g", {}), ("f", {})]),
+    (
+        '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        "", [("g", {}), ("f", {})],
+    ),
     ('<tool_call>{"name": "h", "arguments": {}}</tool_call>', "...", []),
     ('<tool_call>{"name": "g", "arguments": [1]}</tool_call>', "...", []),
 ]  # fmt: skip
@@ -96,7 +102,13 @@ def test_calls_and_text(text: str, content: str, expected: list[Any], step: int)
     assert len({delta.id for delta in deltas}) == len(deltas)
 
 
-@pytest.mark.parametrize("text", [xml(text="one two\nthree", count="12"), '<tool_call>{"name": "f", "arguments": {"text": "one", "count": 12}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        xml(text="one two\nthree", count="12"),
+        '<tool_call>{"name": "f", "arguments": {"text": "one", "count": 12}}',
+    ],
+)
 def test_a_call_cut_anywhere_is_never_whole(text: str) -> None:
     for end in range(len(text)):
         _, deltas, parser = parse(text[:end], 1, complete=False)

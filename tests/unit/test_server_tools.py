@@ -17,7 +17,10 @@ def tool(name: str, **types: str) -> Any:
 
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("say", text="string")]
-ADD = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+ADD = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 SAY = '<tool_call>\n<function=say>\n<parameter=text>\né\n"<b>" 😀\n</parameter>\n</function>\n</tool_call>'
 REPLY = f"I add.\n</think>\n\nFirst this.\n\n{ADD}\n{SAY}"
 EXPECTED = [("add", {"a": 1, "b": 2}), ("say", {"text": 'é\n"<b>" 😀'})]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isfinite
 
+from shardwise.engine.grammar import Constraint
 from shardwise.engine.messages import FinishReason, Logprob, SamplingParams
 from shardwise.engine.pictures import Pictures
 
@@ -73,6 +74,7 @@ class Request:
     preemptions: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1 .. so far
+    constraint: Constraint | None = None  # of its grammar, once that is compiled
     answered: bool = False  # a message about it has gone out
 
     @property
@@ -118,9 +120,13 @@ class Request:
     def accept(self, token: int) -> tuple[FinishReason | None, int | None]:
         """Take in the oldest pending token: why this ends the request, if it does, and the stop token, if it is one."""
         self.pending -= 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if token in self.stop_ids:
             return "stop", token
         self.output.append(token)
+        if self.constraint is not None and (self.constraint.finished or self.constraint.broken):
+            return ("error" if self.constraint.broken else "stop"), None
         return ("length" if len(self.output) >= self.sampling.max_tokens else None), None
 
 

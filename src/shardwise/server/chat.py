@@ -29,6 +29,8 @@ from shardwise.server.responses import (
 )
 from shardwise.server.services import Header, Services, UsageCounter, start
 from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
+from shardwise.server.structured import checked_grammar
+from shardwise.server.text import THINK_END, THINK_START
 from shardwise.server.tokenizer import ChatTemplateError
 from shardwise.server.toolcalls import CallDelta
 from shardwise.server.tools import ToolUse
@@ -192,8 +194,10 @@ async def begin(
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
     if clamp and 0 < room < (request.max_tokens or 0):
         request = request.model_copy(update={"max_tokens": room})
+    after = services.tokenizer.token_id(THINK_END) if text.rstrip().endswith(THINK_START) else None
+    grammar = await checked_grammar(services, request, use, after)
     splitter_of = text if services.config.reasoning_parser != "none" else None
-    streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures, use.parser)
+    streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures, use.parser, grammar)
     return Turn(header, prompt, streams)
 
 

@@ -15,6 +15,7 @@ from shardwise.server.requests import CompletionBody
 from shardwise.server.responses import Completion, CompletionChoice
 from shardwise.server.services import Header, Services, UsageCounter, start
 from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
+from shardwise.server.structured import checked_grammar
 
 
 class _Answer:
@@ -108,7 +109,8 @@ async def create_completion(services: Services, http: Request) -> Response:
 
     pairs = await services.tokenizer.run(len(body), tokenise)
     texts, prompts = [text for text, _ in pairs], [prompt for _, prompt in pairs]
-    streams = start(services, request, header, prompts, arrival_s)
+    grammar = await checked_grammar(services, request)
+    streams = start(services, request, header, prompts, arrival_s, grammar=grammar)
     answer = _Answer(services, request, header, texts, prompts)
     if request.stream:
         return EventStream(answer.events(streams), header.request_id)

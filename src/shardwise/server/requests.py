@@ -46,6 +46,33 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
+Choices = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]], Field(min_length=1, max_length=4096)
+]
+
+
+class StructuredOutputs(Body):
+    """One of these; `json_object` asks for any object."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: Ignored = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: Ignored = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class GenerateBody(Body):
     """Parameters of both APIs: sampling, when to stop, what to report."""
 
@@ -70,6 +97,12 @@ class GenerateBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -229,7 +262,6 @@ class ChatBody(GenerateBody):
     )
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def named_tool(self) -> str | None:
@@ -252,8 +284,6 @@ class ChatBody(GenerateBody):
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise invalid(f"{name}: must be 1 or more", name)
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise invalid("response_format: structured output is not served yet; only type 'text'", "response_format")
         self._check_tools()
 
     def _check_tools(self) -> None:

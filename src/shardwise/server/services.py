@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from shardwise.config import ModelConfig, ServeConfig
-from shardwise.engine.messages import Picture, Ready
+from shardwise.engine.messages import Grammar, Picture, Ready
 from shardwise.server.backend import Engine
 from shardwise.server.errors import ApiError, invalid
 from shardwise.server.generation import Job, Piece, nothing, run
@@ -118,11 +120,12 @@ def start(
     splitter_of: str | None = None,
     pictures: Sequence[Picture] = (),
     tools: Callable[[], ToolCallParser | None] | None = None,
+    grammar: Grammar | None = None,
 ) -> list[AsyncGenerator[Piece, None]]:
     """n streams of pieces for each of the prompts, numbered in that order. Nothing runs before it is iterated.
 
     splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. pictures: of the only prompt.
-    tools: makes a parser of calls for each answer. Raises ApiError.
+    tools: makes a parser of calls for each answer. grammar: what each must match. Raises ApiError.
     """
     n, limits = request.n or 1, services.limits()
     if len(prompts) * n > MAX_CHOICES:
@@ -137,8 +140,9 @@ def start(
                 request_id=f"{header.id}-{index}",
                 prompt=prompt,
                 pictures=pictures,
-                sampling=resolve(
-                    request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size
+                sampling=msgspec.structs.replace(
+                    resolve(request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size),
+                    grammar=grammar,
                 ),
                 stops=request.stops(),
                 include_stop=bool(request.include_stop_str_in_output),

@@ -91,8 +91,10 @@ class Tokenizer:
 
     async def run(self, characters: int, function: Callable[..., Result], *args: Any) -> Result:
         """function(*args): here if it works on few `characters`, else in a thread."""
-        if characters <= INLINE_CHARACTERS:
-            return function(*args)
+        return function(*args) if characters <= INLINE_CHARACTERS else await self.in_thread(function, *args)
+
+    async def in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        """function(*args) off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -101,6 +103,15 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # Of the two only the batch releases the interpreter's lock while it works.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def token_id(self, text: str) -> int | None:
+        """The one token that is written `text`, if there is one."""
+        return self._backend.token_to_id(text)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty if there is none."""
+        return str(getattr(self._hf, "chat_template", None) or "")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; none if the id is only padding of the embedding."""

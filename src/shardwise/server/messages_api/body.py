@@ -177,6 +177,9 @@ class CountBody(Body):
             "messages": with_one_system(messages),
             "chat_template_kwargs": {"enable_thinking": self.thinks},
         }
+        asked = self.output_config.format if self.output_config is not None else None
+        if (asked := asked or self.output_format) is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": asked.schema_}}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
         if self.tool_choice is not None:
