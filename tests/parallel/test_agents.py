@@ -18,7 +18,7 @@ from tests.golden.eval import Case, load_cases
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 120
-CASES_A_SKILL = 4
+CASES_A_SKILL = 2
 
 
 @pytest.fixture(scope="module")

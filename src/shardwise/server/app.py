@@ -33,7 +33,7 @@ from shardwise.server.responses_api.body import ResponsesBody
 from shardwise.server.responses_api.endpoint import create_response, delete_response, get_response
 from shardwise.server.responses_api.store import ResponseStore
 from shardwise.server.sampling import GenerationDefaults
-from shardwise.server.services import Services
+from shardwise.server.services import Queue, Services
 from shardwise.server.stream import json_bytes
 from shardwise.server.tokenize import (
     DetokenizeBody,
@@ -205,7 +205,15 @@ def create_app(
     are let go.
     """
     services = Services(
-        config, client, tokenizer, model_config, generation_defaults, Metrics(client), int(time.time()), media
+        config,
+        client,
+        tokenizer,
+        model_config,
+        generation_defaults,
+        Metrics(client),
+        Queue(config.max_queued_requests),
+        int(time.time()),
+        media,
     )
 
     @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardwise.engine.messages import Picture
+from shardwise.engine.messages import Picture, Ready
 from shardwise.server.errors import invalid
 from shardwise.server.generation import Piece, collect, merge
 from shardwise.server.logprobs import chat_logprobs
@@ -142,7 +142,9 @@ class _Answer:
         yield DONE
 
 
-def _prompt(services: Services, request: ChatBody, loaded: Sequence[Loaded]) -> tuple[str, list[int], list[Picture]]:
+def _prompt(
+    services: Services, request: ChatBody, loaded: Sequence[Loaded], limits: Ready | None
+) -> tuple[str, list[int], list[Picture]]:
     """The rendered prompt, its token ids and the pictures in them. Raises ApiError."""
     kwargs = request.chat_template_kwargs or {}
     messages = template_messages(request.messages)
@@ -151,6 +153,8 @@ def _prompt(services: Services, request: ChatBody, loaded: Sequence[Loaded]) -> 
     except ChatTemplateError as error:
         param = "chat_template_kwargs" if services.tokenizer.reserved_kwargs.intersection(kwargs) else "messages"
         raise invalid(str(error)[:500], param) from None
+    if limits is not None:
+        services.check_length(text, limits, "messages")
     if not loaded or services.media is None:
         return text, services.tokenizer.encode(text), []
     return text, *services.media.prompt(services.tokenizer, text, loaded)
@@ -166,10 +170,15 @@ async def _load(services: Services, request: ChatBody) -> list[Loaded]:
     return await services.media.load(parts) if parts and services.media is not None else []
 
 
-async def chat_prompt(services: Services, request: ChatBody, size: int) -> tuple[str, list[int], list[Picture]]:
-    """The rendered prompt, its token ids and the pictures in them; `size`: characters of the request. Raises ApiError."""
+async def chat_prompt(
+    services: Services, request: ChatBody, size: int, limits: Ready | None = None
+) -> tuple[str, list[int], list[Picture]]:
+    """The rendered prompt, its token ids and the pictures in it. Raises ApiError.
+
+    size: characters of the request. limits: what cannot fit into them is refused early.
+    """
     loaded = await _load(services, request)
-    return await services.tokenizer.run(size, _prompt, services, request, loaded)
+    return await services.tokenizer.run(size, _prompt, services, request, loaded, limits)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ async def begin(
     """
     limits = services.limits()
     use = ToolUse.of(request, services.config.tool_call_parser)
-    text, prompt, pictures = await chat_prompt(services, request, size)
+    text, prompt, pictures = await chat_prompt(services, request, size, limits)
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
     if clamp and 0 < room < (request.max_tokens or 0):
         request = request.model_copy(update={"max_tokens": room})

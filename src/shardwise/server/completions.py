@@ -95,11 +95,14 @@ async def create_completion(services: Services, http: Request) -> Response:
     body = await read_body(http, services.config.max_body_bytes)
     request = await services.parse(CompletionBody, body)
     header = Header.make(http.state.request_id, "cmpl", services.model_name(request.model))
-    services.limits()
+    limits = services.limits()
     given = request.prompts(services.model_config.vocab_size)
 
     def tokenise() -> list[tuple[str, list[int]]]:
         tokenizer = services.tokenizer
+        for prompt in given:
+            if isinstance(prompt, str):
+                services.check_length(prompt, limits, "prompt")
         return [
             (prompt, tokenizer.encode(prompt, add_special_tokens=True))
             if isinstance(prompt, str)

@@ -1,5 +1,6 @@
 """What every endpoint works with, and the steps that both APIs share."""
 
+import contextlib
 import logging
 import time
 import uuid
@@ -28,9 +29,39 @@ logger = logging.getLogger(__name__)
 INLINE_BODY_BYTES = 1 << 20  # of a body that is parsed in the event loop: a few milliseconds
 
 
+class Queue:
+    """Counts the answers that are being made, and turns requests away when too many wait."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: of answers that wait, beyond those that run together; 0: none."""
+        self._limit = limit
+        self.answers = 0
+
+    def check(self, running: int) -> None:
+        """running: how many the engine makes at once. Raises ApiError (429)."""
+        waiting = self.answers - running
+        if self._limit and waiting >= self._limit:
+            raise ApiError(
+                429,
+                f"{waiting} requests wait already, the limit is {self._limit} (--max-queued-requests); try again soon",
+                kind="rate_limit_error",
+                code="queue_full",
+            )
+
+    async def count(self, stream: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+        """The same stream, counted while it is read."""
+        self.answers += 1
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    yield piece
+        finally:
+            self.answers -= 1
+
+
 @dataclass(frozen=True)
 class Services:
-    """Parts of one app; nothing here changes but the metrics."""
+    """Parts of one app; nothing here changes but the metrics and the queue."""
 
     config: ServeConfig
     engine: Engine
@@ -38,6 +69,7 @@ class Services:
     model_config: ModelConfig
     defaults: GenerationDefaults
     metrics: Metrics
+    queue: "Queue"
     created: int  # seconds since 1970
     media: Media | None = None  # None: no vision tower
 
@@ -63,10 +95,23 @@ class Services:
             return parse(model, body)
         return await self.tokenizer.run(len(body), parse, model, body)
 
+    def check_length(self, text: str, limits: Ready, param: str) -> None:
+        """Raises ApiError for a text that cannot fit whatever its tokens are: that need not be tokenised to be told."""
+        least = len(text.encode("utf-8", "replace")) // self.tokenizer.longest_token_bytes
+        most = min(limits.max_model_len, limits.kv_tokens)
+        if least > most:
+            raise invalid(
+                f"the prompt has {least} tokens or more, over the limit of {most} tokens a request; shorten it, or "
+                "start the server with a larger --max-model-len",
+                param,
+                "context_length_exceeded",
+            )
+
     def limits(self) -> Ready:
-        """The engine's limits. Raises ApiError (503) while it starts, and when the server is about to end."""
+        """The engine's limits. Raises ApiError: 503 while it starts, and when the server is about to end; 429."""
         ready = self.engine.ready
         if ready is not None and not self.engine.draining:
+            self.queue.check(ready.max_num_seqs)
             return ready
         message = "the server is shutting down" if self.engine.draining else "the engine is starting or restarting"
         raise ApiError(503, f"{message}; try again in a moment", kind="service_unavailable", code="engine_not_ready")
@@ -151,7 +196,8 @@ def start(
                 tools=None if tools is None else tools(),
                 meter=Meter(services.metrics, arrival_s),
             )
-            streams.append(nothing(job) if echo_alone else run(services.engine, services.tokenizer, job))
+            stream = nothing(job) if echo_alone else run(services.engine, services.tokenizer, job)
+            streams.append(services.queue.count(stream))
     logger.info(
         "request %s: %s, %d prompts of %d tokens, n=%d",
         header.request_id, header.id, len(prompts), sum(map(len, prompts)), n,

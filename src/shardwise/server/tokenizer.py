@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +113,15 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The template's source; empty if there is none."""
         return str(getattr(self._hf, "chat_template", None) or "")
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: no text of n times as many bytes has fewer than n tokens."""
+        # Of ordinary tokens each character stands for a byte; an added one is counted as it is written.
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return max(
+            max(len(token), len(token.encode()) if number in self._added else 0) for token, number in vocabulary.items()
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; none if the id is only padding of the embedding."""
