@@ -29,9 +29,9 @@ class GrammarError(ValueError):
 
 def parse(grammar: Grammar) -> Any:
     """`grammar` as an xgrammar.Grammar, without any vocabulary: quick. Raises GrammarError."""
-    import xgrammar
-
     try:
+        import xgrammar
+
         return xgrammar.Grammar.from_structural_tag('{"type": "structural_tag", "format": ' + grammar.format + "}")
     except Exception as error:  # pydantic's and several of its own, without a common base
         text = str(error).strip().split(": ", 1)[-1] if "/cpp/" in str(error) else str(error).strip()

@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isfinite
+from typing import TYPE_CHECKING
 
-from shardwise.engine.grammar import Constraint
 from shardwise.engine.messages import FinishReason, Logprob, SamplingParams
 from shardwise.engine.pictures import Pictures
+
+if TYPE_CHECKING:  # it imports torch, and the command line imports this file
+    from shardwise.engine.grammar import Constraint
 
 SEED_MASK = (1 << 64) - 1
 
@@ -74,7 +77,7 @@ class Request:
     preemptions: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1 .. so far
-    constraint: Constraint | None = None  # of its grammar, once that is compiled
+    constraint: "Constraint | None" = None  # of its grammar, once that is compiled
     answered: bool = False  # a message about it has gone out
 
     @property

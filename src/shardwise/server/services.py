@@ -26,7 +26,7 @@ from shardwise.server.toolcalls import ToolCallParser
 
 logger = logging.getLogger(__name__)
 
-INLINE_BODY_BYTES = 1 << 20  # of a body that is parsed in the event loop: a few milliseconds
+INLINE_BODY_BYTES = 1 << 16  # of a body that is parsed in the event loop: less than a millisecond
 
 
 class Queue:
