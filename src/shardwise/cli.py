@@ -22,9 +22,10 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "bench": "measure prefill and decode speed",
     "quantize": "write a checkpoint's FP8 or NVFP4 sibling",
+    "launch": "configure a coding agent for a running server",
     "demo": "serve the miniature over two ranks and check its answers",
 }
-OWN_OPTIONS = ("quantize", "demo")  # commands that take no ServeConfig
+OWN_OPTIONS = ("launch", "quantize", "demo")  # commands that take no ServeConfig
 LAYOUTS = ("fp8", "nvfp4", "nvfp4-ct", "mixed")
 RATIO_GROUP = re.compile(r"(?P<group>[a-z_]+)=(?P<weights>.+)")
 
@@ -150,6 +151,9 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names to answer to", **unset)
     group.add_argument("--api-key", help="that every request must bring", **unset)
     group.add_argument("--reasoning-parser", choices=choices("reasoning_parser"), help="none: keep <think>", **unset)
+    group.add_argument(
+        "--tool-call-parser", choices=choices("tool_call_parser"), help="form of tool calls; none: keep text", **unset
+    )
     group.add_argument("--max-body-bytes", type=COUNT, metavar="BYTES", help="of one request", **unset)
     group.add_argument("--max-images", type=number(0, float("inf")), metavar="N", help="of one request", **unset)
     group.add_argument(
@@ -158,6 +162,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--allowed-media-path", metavar="FOLDER", help="file:// URLs below it are read", **unset)
     group.add_argument("--no-ui", dest="ui", action="store_false", help="no page at /", **unset)
+    group.add_argument("--max-queued-requests", type=number(0, float("inf")), metavar="N", help="0: any", **unset)
     group.add_argument("--drain-seconds", type=number(0, 86400, float), help="for what runs, on SIGTERM", **unset)
     # Between our own processes: a whole config; the folder and the launcher of ranks that are there already (see
     # commands/serve.py); a process to die with; another engine than the real one, in tests.
@@ -176,6 +181,16 @@ def quantize_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", choices=choices("load_format"), default="auto", help="dummy: made-up weights")
     parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of made-up weights")
     parser.add_argument("--device", default="cpu", help="that computes, such as cuda:0 (default cpu)")
+
+
+def launch_options(parser: argparse.ArgumentParser) -> None:
+    """Which agent, and the server that it is sent to."""
+    parser.add_argument("agent", choices=["claude", "codex", "opencode", "qwen"])
+    parser.add_argument("--url", help="of the server", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key", help="of that server", default="")
+    parser.add_argument("--model", help="its name; default: what the server serves", default="")
+    parser.add_argument("--dry-run", action="store_true", help="print the configuration, write nothing")
+    parser.add_argument("--undo", action="store_true", help="restore the configuration that was before")
 
 
 def make_parser() -> Parser:
@@ -207,6 +222,7 @@ def make_parser() -> Parser:
     made["bench"].add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     quantize_options(made["quantize"])
     made["demo"].add_argument("-tp", "--tp", type=COUNT, default=2, metavar="N", help="ranks (default 2)")
+    launch_options(made["launch"])
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from hypothesis import HealthCheck, given, settings
 
 from shardwise.config import ConfigError
 from shardwise.engine.messages import Stats
-from shardwise.server.requests import ChatBody, CompletionBody, StreamOptions
+from shardwise.server.messages_api.body import MessagesBody
+from shardwise.server.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+from shardwise.server.responses_api.body import ResponsesBody
 from shardwise.server.sampling import GenerationDefaults
+from shardwise.server.tokenize import DetokenizeBody, TokenizeBody
 from tests.fake_engine import READY, FakeEngine
 from tests.unit.server_fixtures import client, make_app, saying
 
@@ -110,7 +114,7 @@ async def test_wrong_completions(body: dict[str, Any], param: str) -> None:
         ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": USER, "max_completion_tokens": 600}, "max_completion_tokens"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": USER, "tools": [{"type": "other"}]}, "tools[0].type"),
         ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
@@ -369,6 +373,8 @@ async def test_headers_do_not_wait_for_a_slow_first_token(monkeypatch: pytest.Mo
 
 def test_document_names_every_parameter() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for model in (ChatBody, CompletionBody, StreamOptions):
-        for name in model.model_fields:
-            assert f"`{name}" in text or f"`stream_options.{name}`" in text, name
+    models = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody)
+    for model in (*models, StreamOptions, StructuredOutputs):
+        for name, field in model.model_fields.items():
+            shown = field.alias or name
+            assert re.search(rf"`(\w+\.)?{shown}[`.]", text), f"{model.__name__}.{shown}"

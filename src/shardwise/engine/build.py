@@ -28,6 +28,7 @@ from shardwise.config import (
 from shardwise.engine.engine import Engine
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
+from shardwise.engine.grammar import Grammars, vocabulary
 from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
@@ -290,6 +291,7 @@ class Leader:
             overlap=rank.ctx.device.type == "cuda",
             vision=rank.made.vision and rank.made.vision.config,
             picture_tokens=serve.vision_cache_tokens,
+            grammars=Grammars(lambda: vocabulary(Path(serve.model)), model.vocab_size, model.eos_token_ids),
         )
         self.add, self.add_picture = self.engine.add, self.engine.add_picture
         self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats

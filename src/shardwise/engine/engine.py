@@ -6,19 +6,23 @@ Legend: L sampled rows, V vocabulary, C tokens of a chunk.
 import random
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from shardwise.config import VisionConfig
+from shardwise.engine.grammar import GrammarError, Grammars, mask
 from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats, Tokens
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
-from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_sampling
+from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
 from shardwise.engine.scheduler import Progress, Scheduler, Step
+
+COMPILE_WAIT_S = 0.005  # for a grammar, when there is nothing else to do
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,17 @@ class Engine:
         overlap: bool = False,
         vision: VisionConfig | None = None,
         picture_tokens: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
+        """grammars: compiles what answers must match; without, such requests are refused."""
         self.scheduler = Scheduler(limits)
         self._runner = runner
         self._sampler = Sampler()
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._steps_ahead = int(overlap)
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # requests that wait for their grammar
         self._requests: dict[str, Request] = {}
         self._launched: deque[_Launched] = deque()
         self._outbox: list[Tokens | Failed] = []
@@ -85,7 +93,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do or to say."""
-        return bool(self._outbox or self._launched or self.scheduler.has_requests)
+        return bool(self._outbox or self._launched or self._compiling or self.scheduler.has_requests)
 
     def add_picture(self, picture: Picture) -> None:
         """Keep a picture for the request that is about to come."""
@@ -108,7 +116,7 @@ class Engine:
                 priority=generate.priority,
                 pictures=self._place(generate, arrived),
             )
-            self.scheduler.add(request)
+            self._queue(request)
         except RequestRefused as error:
             self._outbox.append(Failed(generate.id, error.message, refused=True, param=error.param))
             return
@@ -125,6 +133,7 @@ class Engine:
 
     def step(self) -> list[Tokens | Failed]:
         """Plan and run one step, and read one that ran. Returns what there is to tell, in order."""
+        self._take_compiled()
         step = self.scheduler.plan()
         if step.plan.chunks:
             self._launched.append(self._launch(step))
@@ -133,13 +142,44 @@ class Engine:
         messages, self._outbox = self._outbox, []
         return messages
 
+    def _queue(self, request: Request) -> None:
+        """Give `request` to the scheduler, or to the grammars first. Raises RequestRefused."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            self.scheduler.add(request)
+            return
+        if self._grammars is None:
+            raise RequestRefused("this engine has no grammars", "grammar")
+        check_fits(request.prompt, request.sampling.max_tokens, self.scheduler.limits)
+        self._compiling[request.id] = request, self._grammars.compile(grammar)
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are there. With nothing else to do, wait a little for one."""
+        if not self._compiling:
+            return
+        idle = not (self._outbox or self._launched or self.scheduler.has_requests)
+        futures = [future for _, future in self._compiling.values()]
+        done = wait(futures, COMPILE_WAIT_S if idle else 0, FIRST_COMPLETED).done
+        for request, future in [pair for pair in self._compiling.values() if pair[1] in done]:
+            del self._compiling[request.id]
+            grammar = request.sampling.grammar
+            assert grammar is not None
+            assert self._grammars is not None
+            try:
+                request.constraint = self._grammars.constraint(grammar, future.result())
+            except GrammarError as error:
+                del self._requests[request.id]
+                self._outbox.append(Failed(request.id, f"the grammar: {error}", refused=True, param="grammar"))
+            else:
+                self.scheduler.add(request)
+
     def stats(self) -> Stats:
         pages, rows = self.scheduler.pages, self.scheduler.rows
         cache = self._picture_cache
         counts = cache.counts if cache else PictureCounts()
         return Stats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self._compiling),
             kv_tokens_used=pages.used * pages.page_tokens,
             kv_tokens=pages.pages * pages.page_tokens,
             state_rows_used=rows.used,
@@ -156,7 +196,7 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError if anything is kept for requests that are gone."""
         self.scheduler.check()
-        live = len(self.scheduler.running) + len(self.scheduler.waiting)
+        live = len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._compiling)
         if len(self._requests) != live or self._sampler.remembered > live:
             raise AssertionError(
                 f"{live} live requests; {len(self._requests)} known, {self._sampler.remembered} sampled"
@@ -200,6 +240,7 @@ class Engine:
         }
         sampled = None
         if step.sampled:
+            mask(logits.sampled_LV, step.sampled)
             sampled = self._sampler.sample(logits.sampled_LV, step.sampled)
             self._runner.commit([request.row for request in step.sampled], sampled.tokens_L)
         return _Launched(step, sampled, scores)
@@ -265,6 +306,7 @@ class Engine:
             self._outbox.append(Failed(request.id, message))
 
     def _end(self, request: Request) -> None:
-        self.scheduler.end(request)
+        if self._compiling.pop(request.id, None) is None:
+            self.scheduler.end(request)
         self._sampler.forget(request)
         del self._requests[request.id]

@@ -7,6 +7,14 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancel", "error"]
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must match. format: of xgrammar's structural tags, as JSON. after: a token, such as </think>,
+    before which anything goes."""
+
+    format: str
+    after: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen. Temperature 0 is greedy. Penalties and bias as in the OpenAI API."""
 
@@ -25,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # likewise for each token of the prompt but the first (echo with logprobs)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

@@ -3,9 +3,13 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from shardwise.engine.messages import FinishReason, Logprob, SamplingParams
 from shardwise.engine.pictures import Pictures
+
+if TYPE_CHECKING:  # it imports torch, and the command line imports this file
+    from shardwise.engine.grammar import Constraint
 
 SEED_MASK = (1 << 64) - 1
 
@@ -73,6 +77,7 @@ class Request:
     preemptions: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1 .. so far
+    constraint: "Constraint | None" = None  # of its grammar, once that is compiled
     answered: bool = False  # a message about it has gone out
 
     @property
@@ -118,9 +123,13 @@ class Request:
     def accept(self, token: int) -> tuple[FinishReason | None, int | None]:
         """Take in the oldest pending token: why this ends the request, if it does, and the stop token, if it is one."""
         self.pending -= 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if token in self.stop_ids:
             return "stop", token
         self.output.append(token)
+        if self.constraint is not None and (self.constraint.finished or self.constraint.broken):
+            return ("error" if self.constraint.broken else "stop"), None
         return ("length" if len(self.output) >= self.sampling.max_tokens else None), None
 
 

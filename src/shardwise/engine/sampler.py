@@ -158,6 +158,7 @@ class Sampler:
         self._counts = TokenCounts()
         self._batch: _Batch | None = None
 
+    @torch.inference_mode()  # the logits were made in it, and may be changed in no other
     def sample(self, logits_LV: torch.Tensor, requests: Sequence[Request]) -> Sampled:
         """One token for each of `requests`, whose rows `logits_LV` [L, V] in fp32 has in order; may change the logits.
 

@@ -133,6 +133,8 @@ class Scheduler:
         """Give `request` its next tokens, as many as budget and pages allow; perhaps none this time."""
         if request.status is not Status.RUNNING or request.complete:
             return
+        if request.constraint is not None and request.pending:
+            return  # what may come next depends on a token that is not known yet
         count = min(grants.left_tokens, request.length - request.computed)
         wants_logits = request.wants_prompt_logits(request.computed)
         if wants_logits:

@@ -21,16 +21,33 @@ from shardwise.server.chat import create_chat_completion
 from shardwise.server.completions import create_completion
 from shardwise.server.errors import ApiError, from_exception
 from shardwise.server.media import Media
+from shardwise.server.messages_api.answer import MessagesAnswer, TokenCount
+from shardwise.server.messages_api.body import CountBody, MessagesBody
+from shardwise.server.messages_api.endpoint import count_tokens, create_message
+from shardwise.server.messages_api.errors import MessagesError
 from shardwise.server.metrics import Metrics
 from shardwise.server.middleware import RequestMiddleware, error_response
 from shardwise.server.requests import ChatBody, CompletionBody
+from shardwise.server.responses_api.answer import Deleted, ResponseObject
+from shardwise.server.responses_api.body import ResponsesBody
+from shardwise.server.responses_api.endpoint import create_response, delete_response, get_response
+from shardwise.server.responses_api.store import ResponseStore
 from shardwise.server.sampling import GenerationDefaults
-from shardwise.server.services import Services
+from shardwise.server.services import Queue, Services
 from shardwise.server.stream import json_bytes
+from shardwise.server.tokenize import (
+    DetokenizeBody,
+    Detokenized,
+    TokenizeBody,
+    Tokenized,
+    detokenize,
+    tokenize,
+)
 from shardwise.server.tokenizer import Tokenizer
 from shardwise.server.ui import add_ui
 
 _SCHEMA = "#/components/schemas/{model}"
+_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": responses.ErrorAnswer, "description": text}
     for status, text in (
@@ -38,6 +55,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (401, "Wrong or missing API key."),
         (404, "No such model."),
         (413, "The body is too large."),
+        (429, "Too many requests wait already; try again."),
         (500, "The engine failed."),
         (503, "The engine is starting; try again."),
     )
@@ -49,7 +67,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         code = "not_found" if error.status_code == 404 else "method_not_allowed" if error.status_code == 405 else None
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
         error = ApiError(error.status_code, text, code=code)
-    return error_response(from_exception(error), request.state.request_id)
+    return error_response(from_exception(error), request.state.request_id, request.url.path)
 
 
 def _body_of(model: type) -> dict[str, Any]:
@@ -62,9 +80,7 @@ def _add_openapi(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, bodies = models_json_schema(
-                [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=_SCHEMA
-            )
+            _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_SCHEMA)
             document.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
             app.openapi_schema = document
         return app.openapi_schema
@@ -117,6 +133,50 @@ def _add_api(app: FastAPI, services: Services) -> None:
         return await create_chat_completion(services, request)
 
 
+def _add_agents(app: FastAPI, services: Services) -> None:
+    """The newer APIs that agents speak."""
+    store = ResponseStore()
+
+    @app.post("/v1/responses", response_model=ResponseObject, responses=_ERRORS, openapi_extra=_body_of(ResponsesBody))
+    async def responses_create(request: Request) -> Response:
+        """Answer items. With `stream`, named server-sent events that end with response.completed or .incomplete."""
+        return await create_response(services, store, request)
+
+    @app.get("/v1/responses/{name}", response_model=ResponseObject, responses={404: _ERRORS[404]})
+    async def responses_get(request: Request) -> Response:
+        """An answer that was kept."""
+        return await get_response(store, request)
+
+    @app.delete("/v1/responses/{name}", response_model=Deleted, responses={404: _ERRORS[404]})
+    async def responses_delete(request: Request) -> Response:
+        """Forget an answer."""
+        return await delete_response(store, request)
+
+    errors = {status: {**entry, "model": MessagesError} for status, entry in _ERRORS.items()}
+
+    @app.post("/v1/messages", response_model=MessagesAnswer, responses=errors, openapi_extra=_body_of(MessagesBody))
+    async def messages_create(request: Request) -> Response:
+        """Answer messages in Anthropic's API. With `stream`, its events."""
+        return await create_message(services, request)
+
+    @app.post(
+        "/v1/messages/count_tokens", response_model=TokenCount, responses=errors, openapi_extra=_body_of(CountBody)
+    )
+    async def messages_count(request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
+        return await count_tokens(services, request)
+
+    @app.post("/tokenize", response_model=Tokenized, responses=_ERRORS, openapi_extra=_body_of(TokenizeBody))
+    async def tokens_of_text(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+        return await tokenize(services, request)
+
+    @app.post("/detokenize", response_model=Detokenized, responses=_ERRORS, openapi_extra=_body_of(DetokenizeBody))
+    async def text_of_tokens(request: Request) -> Response:
+        """The text of token ids."""
+        return await detokenize(services, request)
+
+
 def _add_operations(app: FastAPI, services: Services) -> None:
     @app.get("/health", response_model=responses.Health, responses={503: {"model": responses.Health}})
     async def health() -> Response:
@@ -145,7 +205,15 @@ def create_app(
     are let go.
     """
     services = Services(
-        config, client, tokenizer, model_config, generation_defaults, Metrics(client), int(time.time()), media
+        config,
+        client,
+        tokenizer,
+        model_config,
+        generation_defaults,
+        Metrics(client),
+        Queue(config.max_queued_requests),
+        int(time.time()),
+        media,
     )
 
     @contextlib.asynccontextmanager
@@ -159,6 +227,7 @@ def create_app(
     app = FastAPI(title="shardwise", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     _add_openapi(app)
     _add_api(app, services)
+    _add_agents(app, services)
     _add_operations(app, services)
     if config.ui:
         add_ui(app, services)

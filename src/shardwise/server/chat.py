@@ -3,22 +3,48 @@
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shardwise.engine.messages import Picture
+from shardwise.engine.messages import Picture, Ready
 from shardwise.server.errors import invalid
 from shardwise.server.generation import Piece, collect, merge
 from shardwise.server.logprobs import chat_logprobs
 from shardwise.server.media import Loaded
 from shardwise.server.messages import media_parts, template_messages
 from shardwise.server.middleware import read_body
-from shardwise.server.requests import ChatBody, parse
-from shardwise.server.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
+from shardwise.server.requests import ChatBody
+from shardwise.server.responses import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatToolCall,
+    ChatToolCallDelta,
+)
 from shardwise.server.services import Header, Services, UsageCounter, start
 from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
+from shardwise.server.structured import checked_grammar
+from shardwise.server.text import THINK_END, THINK_START
 from shardwise.server.tokenizer import ChatTemplateError
+from shardwise.server.toolcalls import CallDelta
+from shardwise.server.tools import ToolUse
+
+
+def _whole_call(call: CallDelta) -> ChatToolCall:
+    function: CalledFunction = {"name": call.name or "", "arguments": call.arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def _call_delta(call: CallDelta) -> ChatToolCallDelta:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_whole_call(call)}
 
 
 class _Answer:
@@ -46,9 +72,11 @@ class _Answer:
 
     def _choice(self, piece: Piece) -> ChatChoice:
         self.usage.add(piece)
-        message: ChatMessage = {"role": "assistant", "content": piece.text}
+        message: ChatMessage = {"role": "assistant", "content": piece.text or (None if piece.calls else "")}
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            message["tool_calls"] = [_whole_call(call) for call in piece.calls]
         choice: ChatChoice = {
             "index": piece.index,
             "message": message,
@@ -77,7 +105,9 @@ class _Answer:
             deltas.append({"reasoning_content": piece.reasoning})
         if piece.text:
             deltas.append({"content": piece.text})
-        if not piece.text and not piece.reasoning:
+        if piece.calls:
+            deltas.append({"tool_calls": [_call_delta(call) for call in piece.calls]})
+        if not piece.text and not piece.reasoning and not piece.calls:
             deltas.append({})
         choices: list[ChatChunkChoice] = [
             {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
@@ -112,7 +142,9 @@ class _Answer:
         yield DONE
 
 
-def _prompt(services: Services, request: ChatBody, loaded: Sequence[Loaded]) -> tuple[str, list[int], list[Picture]]:
+def _prompt(
+    services: Services, request: ChatBody, loaded: Sequence[Loaded], limits: Ready | None
+) -> tuple[str, list[int], list[Picture]]:
     """The rendered prompt, its token ids and the pictures in them. Raises ApiError."""
     kwargs = request.chat_template_kwargs or {}
     messages = template_messages(request.messages)
@@ -121,6 +153,8 @@ def _prompt(services: Services, request: ChatBody, loaded: Sequence[Loaded]) -> 
     except ChatTemplateError as error:
         param = "chat_template_kwargs" if services.tokenizer.reserved_kwargs.intersection(kwargs) else "messages"
         raise invalid(str(error)[:500], param) from None
+    if limits is not None:
+        services.check_length(text, limits, "messages")
     if not loaded or services.media is None:
         return text, services.tokenizer.encode(text), []
     return text, *services.media.prompt(services.tokenizer, text, loaded)
@@ -136,20 +170,55 @@ async def _load(services: Services, request: ChatBody) -> list[Loaded]:
     return await services.media.load(parts) if parts and services.media is not None else []
 
 
+async def chat_prompt(
+    services: Services, request: ChatBody, size: int, limits: Ready | None = None
+) -> tuple[str, list[int], list[Picture]]:
+    """The rendered prompt, its token ids and the pictures in it. Raises ApiError.
+
+    size: characters of the request. limits: what cannot fit into them is refused early.
+    """
+    loaded = await _load(services, request)
+    return await services.tokenizer.run(size, _prompt, services, request, loaded, limits)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A conversation's next answers, ready to run: what all three chat APIs make their own shapes of."""
+
+    header: Header
+    prompt: list[int]
+    streams: Sequence[AsyncGenerator[Piece, None]]
+
+
+async def begin(
+    services: Services, request: ChatBody, header: Header, size: int, arrival_s: float, clamp: bool = False
+) -> Turn:
+    """Render, tokenise and hand over. Raises ApiError.
+
+    size: characters of the request. clamp: max_tokens over what the prompt leaves is no error, but cut down to it.
+    """
+    limits = services.limits()
+    use = ToolUse.of(request, services.config.tool_call_parser)
+    text, prompt, pictures = await chat_prompt(services, request, size, limits)
+    room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
+    if clamp and 0 < room < (request.max_tokens or 0):
+        request = request.model_copy(update={"max_tokens": room})
+    after = services.tokenizer.token_id(THINK_END) if text.rstrip().endswith(THINK_START) else None
+    grammar = await checked_grammar(services, request, use, after)
+    splitter_of = text if services.config.reasoning_parser != "none" else None
+    streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures, use.parser, grammar)
+    return Turn(header, prompt, streams)
+
+
 async def create_chat_completion(services: Services, http: Request) -> Response:
     """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
-    # A body with pictures is megabytes long; several at once would hold up the event loop one after the other.
-    request = await services.tokenizer.run(len(body), parse, ChatBody, body)
+    request = await services.parse(ChatBody, body)
     header = Header.make(http.state.request_id, "chatcmpl", services.model_name(request.model))
-    services.limits()
-    loaded = await _load(services, request)
-    text, prompt, pictures = await services.tokenizer.run(len(body), _prompt, services, request, loaded)
-    splitter_of = text if services.config.reasoning_parser != "none" else None
-    streams = start(services, request, header, [prompt], arrival_s, splitter_of, pictures)
-    answer = _Answer(services, request, header, prompt)
+    turn = await begin(services, request, header, len(body), arrival_s)
+    answer = _Answer(services, request, header, turn.prompt)
     if request.stream:
-        return EventStream(answer.events(streams), header.request_id)
-    pieces = await unless_gone(http.receive, collect(streams))
+        return EventStream(answer.events(turn.streams), header.request_id)
+    pieces = await unless_gone(http.receive, collect(turn.streams))
     return Response(json_bytes(answer.whole(pieces)), media_type="application/json")

@@ -11,10 +11,11 @@ from shardwise.engine.messages import Logprob
 from shardwise.server.generation import Piece, collect, merge
 from shardwise.server.logprobs import completion_logprobs, prompt_offsets
 from shardwise.server.middleware import read_body
-from shardwise.server.requests import CompletionBody, parse
+from shardwise.server.requests import CompletionBody
 from shardwise.server.responses import Completion, CompletionChoice
 from shardwise.server.services import Header, Services, UsageCounter, start
 from shardwise.server.stream import DONE, EventStream, event, json_bytes, unless_gone
+from shardwise.server.structured import checked_grammar
 
 
 class _Answer:
@@ -92,13 +93,16 @@ async def create_completion(services: Services, http: Request) -> Response:
     """Answers the request. Raises ApiError, RequestRefused and EngineFailed."""
     arrival_s = time.monotonic()
     body = await read_body(http, services.config.max_body_bytes)
-    request = parse(CompletionBody, body)
+    request = await services.parse(CompletionBody, body)
     header = Header.make(http.state.request_id, "cmpl", services.model_name(request.model))
-    services.limits()
+    limits = services.limits()
     given = request.prompts(services.model_config.vocab_size)
 
     def tokenise() -> list[tuple[str, list[int]]]:
         tokenizer = services.tokenizer
+        for prompt in given:
+            if isinstance(prompt, str):
+                services.check_length(prompt, limits, "prompt")
         return [
             (prompt, tokenizer.encode(prompt, add_special_tokens=True))
             if isinstance(prompt, str)
@@ -108,7 +112,8 @@ async def create_completion(services: Services, http: Request) -> Response:
 
     pairs = await services.tokenizer.run(len(body), tokenise)
     texts, prompts = [text for text, _ in pairs], [prompt for _, prompt in pairs]
-    streams = start(services, request, header, prompts, arrival_s)
+    grammar = await checked_grammar(services, request)
+    streams = start(services, request, header, prompts, arrival_s, grammar=grammar)
     answer = _Answer(services, request, header, texts, prompts)
     if request.stream:
         return EventStream(answer.events(streams), header.request_id)

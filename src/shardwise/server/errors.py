@@ -7,7 +7,9 @@ from pydantic import ValidationError
 from shardwise.engine.client import EngineFailed, RequestRefused
 
 MAX_MESSAGE_CHARACTERS = 500
-_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "dict", "list", "MediaUrl"})
+_UNION_BRANCHES = frozenset(
+    {"str", "int", "float", "bool", "dict", "list", "MediaUrl", "NamedToolChoice", "ToolChoiceItem"}
+)
 
 
 class ApiError(Exception):

@@ -12,13 +12,17 @@ from shardwise.server.metrics import Meter
 from shardwise.server.responses import Finish
 from shardwise.server.text import ReasoningSplitter, StopStrings
 from shardwise.server.tokenizer import Tokenizer
+from shardwise.server.toolcalls import CallDelta, ToolCallParser, merged
 
 MERGE_PIECES = 64  # of several answers, that wait for a slow reader
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One answer to be made. splitter: for chat, parts thinking from answer; stop strings then hold for the answer."""
+    """One answer to be made. splitter: for chat, parts thinking from answer; stop strings then hold for the answer.
+
+    tools: parts calls from the answer's text.
+    """
 
     index: int
     request_id: str  # the engine's, unique
@@ -29,6 +33,7 @@ class Job:
     include_stop: bool = False
     skip_special_tokens: bool = True
     splitter: ReasoningSplitter | None = None
+    tools: ToolCallParser | None = None
     meter: Meter
 
 
@@ -39,6 +44,7 @@ class Piece:
     index: int
     text: str = ""
     reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)  # one a call
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -47,17 +53,20 @@ class Piece:
     stop_reason: str | int | None = None
     generated_tokens: int = 0  # so far, in all
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # so far, those of the thinking
 
     def extend(self, later: "Piece") -> None:
         """Add what came after this."""
         self.text += later.text
         self.reasoning += later.reasoning
+        self.calls = merged(self.calls + later.calls) if later.calls else self.calls
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.offsets += later.offsets
         self.prompt_logprobs = later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.generated_tokens = later.generated_tokens
+        self.reasoning_tokens = later.reasoning_tokens
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
 
 
@@ -71,6 +80,7 @@ class _Assembler:
         self._stops = StopStrings(job.stops, job.include_stop)
         self._piece = Piece(index=job.index)
         self._generated_tokens = 0
+        self._reasoning_tokens = 0
         self._characters = 0
         self._cached_tokens = 0
 
@@ -85,14 +95,19 @@ class _Assembler:
             piece.tokens.append(token)
             piece.logprobs += message.logprobs[i : i + 1]
             self._generated_tokens += 1
+            self._reasoning_tokens += self._job.splitter is not None and self._job.splitter.thinking
             self._text(self._detokenizer.add(token))
             if self._stops.matched is not None:
+                self._close_tools(complete=False)
                 piece.finish_reason, piece.stop_reason = "stop", self._stops.matched
+                return self._take()
+            if self._job.tools is not None and self._job.tools.finished:
+                piece.finish_reason = "tool_calls"
                 return self._take()
         if message.finish_reason is not None:
             self._finish(message)
             return self._take()
-        return self._take() if piece.text or piece.reasoning else None
+        return self._take() if piece.text or piece.reasoning or piece.calls else None
 
     def _text(self, text: str) -> None:
         self._characters += len(text)
@@ -103,7 +118,21 @@ class _Assembler:
 
     def _answer(self, text: str) -> None:
         if self._stops.matched is None:
-            self._piece.text += self._stops.add(text, self._generated_tokens >= self._job.sampling.min_tokens)
+            self._say(self._stops.add(text, self._generated_tokens >= self._job.sampling.min_tokens))
+
+    def _say(self, text: str) -> None:
+        if self._job.tools is None:
+            self._piece.text += text
+        elif text:
+            content, calls = self._job.tools.add(text)
+            self._piece.text += content
+            self._piece.calls = merged(self._piece.calls + calls)
+
+    def _close_tools(self, complete: bool) -> None:
+        if self._job.tools is not None:
+            content, calls = self._job.tools.finish(complete)
+            self._piece.text += content
+            self._piece.calls = merged(self._piece.calls + calls)
 
     def _finish(self, message: Tokens) -> None:
         piece = self._piece
@@ -124,11 +153,16 @@ class _Assembler:
             self._answer(text)
         if self._stops.matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._stops.matched
-        piece.text += self._stops.finish()
+        else:
+            self._say(self._stops.finish())
+        self._close_tools(complete=piece.finish_reason == "stop" and self._stops.matched is None)
+        if piece.finish_reason == "stop" and self._job.tools is not None and self._job.tools.called:
+            piece.finish_reason = "tool_calls"
 
     def _take(self) -> Piece:
         piece, self._piece = self._piece, Piece(index=self._job.index)
         piece.generated_tokens, piece.cached_tokens = self._generated_tokens, self._cached_tokens
+        piece.reasoning_tokens = self._reasoning_tokens
         return piece
 
 
@@ -156,7 +190,7 @@ async def run(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[
         reason = "error"
         raise
     finally:
-        job.meter.end(reason)
+        job.meter.end("stop" if reason == "tool_calls" else reason)
 
 
 async def nothing(job: Job) -> AsyncGenerator[Piece, None]:

@@ -15,6 +15,24 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System and developer messages as templates take them: one, at the beginning; later ones become the user's."""
+    systems = ("system", "developer")
+    count = next((i for i, message in enumerate(messages) if message["role"] not in systems), len(messages))
+    texts = [text for message in messages[:count] for text in _texts(message["content"])]
+    first = [{"role": "system", "content": "\n\n".join(texts)}] if count else []
+    return first + [
+        {"role": "user", "content": "<system>\n" + "\n\n".join(_texts(message["content"])) + "\n</system>"}
+        if message["role"] in systems
+        else message
+        for message in messages[count:]
+    ]
+
+
+def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+
+
 def _message(message: Message, where: str) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content: a {message.role} message needs content", f"{where}.content")

@@ -15,13 +15,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardwise.server.errors import ApiError, from_exception
+from shardwise.server.messages_api.errors import error_body
 from shardwise.server.stream import ClientGone, json_bytes
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 DRAIN_S = 5.0
-GUARDED = ("/v1", "/ui/state")  # by the key, beside all below /v1
+GUARDED = ("/v1", "/ui/state", "/tokenize", "/detokenize")  # by the key, beside all below /v1
 WATCHED = ("/health", "/metrics", "/ui/state")  # asked for every few seconds, which is no news
 
 
@@ -64,7 +65,7 @@ class RequestMiddleware:
             if not isinstance(error, ApiError):
                 logger.exception("request %s failed", request_id)
             if not status:
-                await error_response(from_exception(error), request_id)(scope, receive, send_with_id)
+                await error_response(from_exception(error), request_id, scope["path"])(scope, receive, send_with_id)
         finally:
             elapsed_ms = (time.monotonic() - start_s) * 1e3
             path = scope["path"].encode("unicode_escape").decode()[:200]
@@ -75,25 +76,29 @@ class RequestMiddleware:
         if self._key_digest is None or not (path in GUARDED or path.startswith("/v1/")):
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # Anthropic's clients send this one, or both
+            kind, key = "bearer", headers["x-api-key"]
         # Digests have one length, so the comparison tells nothing of the key.
         right = hmac.compare_digest(_digest(key.strip().encode("latin-1", "replace")), self._key_digest)
         if kind.lower() != "bearer" or not right:
             raise ApiError(
                 401,
-                "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                "wrong or missing API key; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
 
 
-def error_response(error: ApiError, request_id: str) -> Response:
-    """`error` as an HTTP answer."""
+def error_response(error: ApiError, request_id: str, path: str) -> Response:
+    """`error` as an HTTP answer, in the shape of the API that `path` belongs to."""
+    of_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    body = error_body(error, request_id) if of_anthropic else error.body(request_id)
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["retry-after"] = "1"
-    return Response(json_bytes(error.body(request_id)), error.status, headers, "application/json")
+    return Response(json_bytes(body), error.status, headers, "application/json")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

@@ -1,7 +1,7 @@
 """Bodies of requests, as pydantic models: strict types, nothing unknown, null means "not given". See docs/api.md."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -11,6 +11,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 
 from shardwise.server.errors import from_validation, invalid
@@ -28,12 +29,48 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class EchoBody(Body):
+    """A part of an answer that comes back. Clients' own types write all fields that they know: null is not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
 class StreamOptions(Body):
     """With `stream` only."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
+
+
+Choices = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]], Field(min_length=1, max_length=4096)
+]
+
+
+class StructuredOutputs(Body):
+    """One of these; `json_object` asks for any object."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: Ignored = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: Ignored = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class GenerateBody(Body):
@@ -60,6 +97,12 @@ class GenerateBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
@@ -190,7 +233,18 @@ class Tool(BaseModel):
     function: FunctionTool
 
 
-def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
+class NamedFunction(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def as_given(value: Any, check: Callable[[Any], Any]) -> Any:
     """Checked, but with its keys in the caller's order, which the template shows to the model."""
     check(value)
     return value
@@ -203,13 +257,16 @@ class ChatBody(GenerateBody):
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Annotated[Tool, WrapValidator(_as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
+    tools: Annotated[list[Annotated[Tool, WrapValidator(as_given)]], Field(max_length=1024, fail_fast=True)] | None = (
         None
     )
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Ignored = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def named_tool(self) -> str | None:
+        """The one function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
 
     def tool_definitions(self) -> list[Mapping[str, Any]]:
         """The tools that the model is told of."""
@@ -227,10 +284,18 @@ class ChatBody(GenerateBody):
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise invalid(f"{name}: must be 1 or more", name)
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise invalid("response_format: structured output is not served yet; only type 'text'", "response_format")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice: only 'auto' and 'none' are served; a call cannot be forced yet", "tool_choice")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool["function"]["name"] for tool in cast(list[Any], self.tools or [])]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise invalid(f"tools: two functions are named {twice[:100]!r}", "tools")
+        named = self.named_tool()
+        if named is not None and named not in names:
+            raise invalid(f"tool_choice: no function {named[:100]!r} among the tools", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise invalid("tool_choice: a call is required, and there are no tools", "tool_choice")
 
 
 def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:
@@ -243,7 +308,16 @@ def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:
             )
 
 
-Parsed = TypeVar("Parsed", bound=GenerateBody)
+class Checked(Protocol):
+    """A body of any endpoint."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: bytes) -> Self: ...
+
+    def check(self) -> None: ...
+
+
+Parsed = TypeVar("Parsed", bound=Checked)
 
 
 def parse(model: type[Parsed], body: bytes) -> Parsed:

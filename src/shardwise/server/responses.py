@@ -4,7 +4,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic wants this TypedDict before Python 3.12
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class Error(TypedDict):
@@ -80,12 +80,35 @@ class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]
 
 
+class CalledFunction(TypedDict):
+    """arguments: JSON as text; whole, unless the answer's finish_reason is length."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatToolCallDelta(TypedDict):
+    """id, type and name come with the first delta of a call."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """reasoning_content: what the model thought before it answered."""
+    """reasoning_content: what the model thought before it answered. content: null if there are calls only."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatDelta(TypedDict):
@@ -94,6 +117,7 @@ class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCallDelta]]
 
 
 class ChatChoice(TypedDict):

@@ -1,31 +1,67 @@
 """What every endpoint works with, and the steps that both APIs share."""
 
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from shardwise.config import ModelConfig, ServeConfig
-from shardwise.engine.messages import Picture, Ready
+from shardwise.engine.messages import Grammar, Picture, Ready
 from shardwise.server.backend import Engine
 from shardwise.server.errors import ApiError, invalid
 from shardwise.server.generation import Job, Piece, nothing, run
 from shardwise.server.media import Media
 from shardwise.server.metrics import Meter, Metrics
-from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody
+from shardwise.server.requests import MAX_CHOICES, CompletionBody, GenerateBody, Parsed, parse
 from shardwise.server.responses import Usage
 from shardwise.server.sampling import GenerationDefaults, resolve
 from shardwise.server.text import ReasoningSplitter
 from shardwise.server.tokenizer import Tokenizer
+from shardwise.server.toolcalls import ToolCallParser
 
 logger = logging.getLogger(__name__)
+
+INLINE_BODY_BYTES = 1 << 16  # of a body that is parsed in the event loop: less than a millisecond
+
+
+class Queue:
+    """Counts the answers that are being made, and turns requests away when too many wait."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: of answers that wait, beyond those that run together; 0: none."""
+        self._limit = limit
+        self.answers = 0
+
+    def check(self, running: int) -> None:
+        """running: how many the engine makes at once. Raises ApiError (429)."""
+        waiting = self.answers - running
+        if self._limit and waiting >= self._limit:
+            raise ApiError(
+                429,
+                f"{waiting} requests wait already, the limit is {self._limit} (--max-queued-requests); try again soon",
+                kind="rate_limit_error",
+                code="queue_full",
+            )
+
+    async def count(self, stream: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+        """The same stream, counted while it is read."""
+        self.answers += 1
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    yield piece
+        finally:
+            self.answers -= 1
 
 
 @dataclass(frozen=True)
 class Services:
-    """Parts of one app; nothing here changes but the metrics."""
+    """Parts of one app; nothing here changes but the metrics and the queue."""
 
     config: ServeConfig
     engine: Engine
@@ -33,6 +69,7 @@ class Services:
     model_config: ModelConfig
     defaults: GenerationDefaults
     metrics: Metrics
+    queue: "Queue"
     created: int  # seconds since 1970
     media: Media | None = None  # None: no vision tower
 
@@ -52,10 +89,29 @@ class Services:
             code="model_not_found",
         )
 
+    async def parse(self, model: type[Parsed], body: bytes) -> Parsed:
+        """A request from its JSON, in a thread if it is long. Raises ApiError (400) that names the parameter."""
+        if len(body) <= INLINE_BODY_BYTES:
+            return parse(model, body)
+        return await self.tokenizer.run(len(body), parse, model, body)
+
+    def check_length(self, text: str, limits: Ready, param: str) -> None:
+        """Raises ApiError for a text that cannot fit whatever its tokens are: that need not be tokenised to be told."""
+        least = len(text.encode("utf-8", "replace")) // self.tokenizer.longest_token_bytes
+        most = min(limits.max_model_len, limits.kv_tokens)
+        if least > most:
+            raise invalid(
+                f"the prompt has {least} tokens or more, over the limit of {most} tokens a request; shorten it, or "
+                "start the server with a larger --max-model-len",
+                param,
+                "context_length_exceeded",
+            )
+
     def limits(self) -> Ready:
-        """The engine's limits. Raises ApiError (503) while it starts, and when the server is about to end."""
+        """The engine's limits. Raises ApiError: 503 while it starts, and when the server is about to end; 429."""
         ready = self.engine.ready
         if ready is not None and not self.engine.draining:
+            self.queue.check(ready.max_num_seqs)
             return ready
         message = "the server is shutting down" if self.engine.draining else "the engine is starting or restarting"
         raise ApiError(503, f"{message}; try again in a moment", kind="service_unavailable", code="engine_not_ready")
@@ -108,11 +164,13 @@ def start(
     arrival_s: float,
     splitter_of: str | None = None,
     pictures: Sequence[Picture] = (),
+    tools: Callable[[], ToolCallParser | None] | None = None,
+    grammar: Grammar | None = None,
 ) -> list[AsyncGenerator[Piece, None]]:
     """n streams of pieces for each of the prompts, numbered in that order. Nothing runs before it is iterated.
 
     splitter_of: the rendered chat prompt, if thinking is to be parted from the answer. pictures: of the only prompt.
-    Raises ApiError.
+    tools: makes a parser of calls for each answer. grammar: what each must match. Raises ApiError.
     """
     n, limits = request.n or 1, services.limits()
     if len(prompts) * n > MAX_CHOICES:
@@ -127,16 +185,19 @@ def start(
                 request_id=f"{header.id}-{index}",
                 prompt=prompt,
                 pictures=pictures,
-                sampling=resolve(
-                    request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size
+                sampling=msgspec.structs.replace(
+                    resolve(request, choice, len(prompt), limits, services.defaults, services.model_config.vocab_size),
+                    grammar=grammar,
                 ),
                 stops=request.stops(),
                 include_stop=bool(request.include_stop_str_in_output),
                 skip_special_tokens=request.skip_special_tokens is not False,
                 splitter=None if splitter_of is None else ReasoningSplitter(splitter_of),
+                tools=None if tools is None else tools(),
                 meter=Meter(services.metrics, arrival_s),
             )
-            streams.append(nothing(job) if echo_alone else run(services.engine, services.tokenizer, job))
+            stream = nothing(job) if echo_alone else run(services.engine, services.tokenizer, job)
+            streams.append(services.queue.count(stream))
     logger.info(
         "request %s: %s, %d prompts of %d tokens, n=%d",
         header.request_id, header.id, len(prompts), sum(map(len, prompts)), n,

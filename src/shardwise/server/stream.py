@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +33,10 @@ def event(value: Any) -> bytes:
     return b"data: " + json_bytes(value) + b"\n\n"
 
 
+def openai_error(error: ApiError, request_id: str) -> bytes:
+    return event(error.body(request_id))
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -58,8 +62,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], request_id: str) -> None:
-        """events: closed in any case."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        request_id: str,
+        error_event: Callable[[ApiError, str], bytes] = openai_error,
+    ) -> None:
+        """events: closed in any case. error_event: what an error after the first looks like, with the request's id."""
+        self._error_event = error_event
         self.background = None
         self.body = b""
         self.status_code = 200
@@ -95,4 +105,6 @@ class EventStream(Response):
             if not isinstance(error, ApiError):
                 known = answer.code != "internal_error"
                 logger.error("request %s: %s", self._request_id, answer.message, exc_info=None if known else error)
-            await send({"type": "http.response.body", "body": event(answer.body(self._request_id)), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": self._error_event(answer, self._request_id), "more_body": True}
+            )

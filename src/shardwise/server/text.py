@@ -87,6 +87,10 @@ class ReasoningSplitter:
     def answering(self) -> bool:
         return self._state == "answer"
 
+    @property
+    def thinking(self) -> bool:
+        return self._state == "thinking"
+
     def add(self, text: str) -> tuple[str, str]:
         """New (reasoning, content) that are certain."""
         self._held += text

@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,8 +92,10 @@ class Tokenizer:
 
     async def run(self, characters: int, function: Callable[..., Result], *args: Any) -> Result:
         """function(*args): here if it works on few `characters`, else in a thread."""
-        if characters <= INLINE_CHARACTERS:
-            return function(*args)
+        return function(*args) if characters <= INLINE_CHARACTERS else await self.in_thread(function, *args)
+
+    async def in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        """function(*args) off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -101,6 +104,24 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # Of the two only the batch releases the interpreter's lock while it works.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def token_id(self, text: str) -> int | None:
+        """The one token that is written `text`, if there is one."""
+        return self._backend.token_to_id(text)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty if there is none."""
+        return str(getattr(self._hf, "chat_template", None) or "")
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: no text of n times as many bytes has fewer than n tokens."""
+        # Of ordinary tokens each character stands for a byte; an added one is counted as it is written.
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return max(
+            max(len(token), len(token.encode()) if number in self._added else 0) for token, number in vocabulary.items()
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; none if the id is only padding of the embedding."""
