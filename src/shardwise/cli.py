@@ -139,6 +139,14 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-tokens", type=COUNT, metavar="TOKENS", help="size of the KV cache", **unset)
     group.add_argument("--kv-cache-dtype", choices=choices("kv_cache_dtype"), help="of keys and values", **unset)
     group.add_argument("--page-tokens", type=number(1, 4096), metavar="TOKENS", help="of a page of KV cache", **unset)
+    group = parser.add_argument_group("prefix cache")
+    group.add_argument(
+        "--prefix-cache", action=argparse.BooleanOptionalAction, help="keep what prompts have in common", **unset
+    )
+    group.add_argument("--snapshot-rows", type=COUNT, metavar="N", help="recurrent states to keep", **unset)
+    group.add_argument(
+        "--snapshot-every", type=COUNT, metavar="TOKENS", help="of a prompt, besides the ends of turns", **unset
+    )
     parser.add_argument("--log-level", choices=choices("log_level"), **unset)
 
 

@@ -304,6 +304,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_images: int = 64  # of one request; a video counts as one for each two of its frames
     allow_remote_images: Literal["no", "public", "any"] = "no"  # http(s); public: of public addresses only
     allowed_media_path: str = ""  # file:// below this folder
+    prefix_cache: bool = True  # keep what was computed for prompts that begin alike
+    snapshot_rows: int = 0  # recurrent states that the prefix cache keeps
+    snapshot_every: int = 8192  # tokens of a prompt between states to keep, besides the ends of turns
     seed: int = 0
     host: str = "127.0.0.1"
     port: int = 8000

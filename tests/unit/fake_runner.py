@@ -21,9 +21,13 @@ def model(history: tuple[int, ...]) -> tuple[float, ...]:
 
 
 class FakeRank:
-    """Keeps pages, page tables, states and last tokens, and finds any use of them that does not add up."""
+    """Keeps pages, page tables, states and last tokens, and finds any use of them that does not add up.
 
-    def __init__(self, limits: Limits) -> None:
+    States are those of rows and, behind them, of snapshots.
+    """
+
+    def __init__(self, limits: Limits, snapshot_rows: int = 0) -> None:
+        self.snapshot_rows = range(limits.max_num_seqs + 1, limits.max_num_seqs + 1 + snapshot_rows)
         self.limits = limits
         self.pages: list[list[int | None]] = [[None] * limits.page_tokens for _ in range(limits.pages + 1)]
         self.tables: dict[int, list[int]] = {}
@@ -33,12 +37,10 @@ class FakeRank:
     def apply(self, plan: StepPlan) -> list[tuple[int, ...]]:
         """By chunk, the sequence up to the chunk's last token."""
         self._check(plan)
+        self._copy(plan)
         histories = []
         for chunk in plan.chunks:
-            if chunk.start == 0:
-                self.tables[chunk.row], self.states[chunk.row] = [], ()
             table = self.tables[chunk.row]
-            table += chunk.new_pages
             tokens = chunk.tokens or [self.last[chunk.row]]
             assert len(tokens) == chunk.count
             assert len(self.states[chunk.row]) == chunk.start, "positions skipped or repeated"
@@ -52,6 +54,29 @@ class FakeRank:
             assert tuple(cells[: len(history)]) == history, "a page was overwritten"
             histories.append(history)
         return histories
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Saves, then restores, then halves of pages, all of which are read before one is written."""
+        for row, snapshot in plan.saves:
+            assert snapshot in self.snapshot_rows
+            self.states[snapshot] = self.states[row]
+        assert len({snapshot for _, snapshot in plan.saves}) == len(plan.saves)
+        copies = {}
+        for chunk in plan.chunks:
+            if chunk.reset:
+                self.tables[chunk.row] = []
+                self.states[chunk.row] = self.states[chunk.restore] if chunk.restore else ()
+            self.tables[chunk.row] += chunk.new_pages
+            assert bool(chunk.restore) == (chunk.reset and chunk.start > 0)
+            assert chunk.restore == 0 or chunk.restore in self.snapshot_rows
+            page, offset = divmod(chunk.start, self.limits.page_tokens)
+            assert bool(chunk.copy_page) == bool(chunk.restore and offset)
+            if chunk.copy_page:
+                target = self.tables[chunk.row][page]
+                assert target not in copies
+                copies[target] = list(self.pages[chunk.copy_page])
+        for target, cells in copies.items():
+            self.pages[target] = cells
 
     def _check(self, plan: StepPlan) -> None:
         counts = [chunk.count for chunk in plan.chunks]
@@ -70,9 +95,9 @@ class FakeRank:
 class FakeRunner:
     """Two ranks that see plans and committed tokens only. `poison`: beginnings after which logits are not numbers."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, snapshot_rows: int = 0) -> None:
         self.limits = limits
-        self.ranks = [FakeRank(limits), FakeRank(limits)]
+        self.ranks = [FakeRank(limits, snapshot_rows), FakeRank(limits, snapshot_rows)]
         self.plans: list[StepPlan] = []
         self.poison: set[tuple[int, ...]] = set()
         self.awaiting: list[int] = []
@@ -87,15 +112,17 @@ class FakeRunner:
         histories, follower = (rank.apply(plan) for rank in self.ranks)
         assert histories == follower
         self.awaiting = [chunk.row for chunk in plan.chunks if chunk.sample]
-        if not any(chunk.sample or chunk.prompt_logits for chunk in plan.chunks):
+        if not any(chunk.sample or chunk.prompt_logits or chunk.check for chunk in plan.chunks):
             return None
+        checked = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.check]
         sampled = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.sample]
         prompt = {
             chunk.row: torch.tensor([self.logits(h[: chunk.start + i + 1]) for i in range(chunk.count)])
             for h, chunk in zip(histories, plan.chunks, strict=True)
             if chunk.prompt_logits
         }
-        return StepLogits(torch.tensor(sampled).reshape(-1, VOCAB), prompt)
+        checked_KV = torch.tensor(checked) if checked else None
+        return StepLogits(torch.tensor(sampled).reshape(-1, VOCAB), prompt, checked_KV)
 
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
         assert rows == self.awaiting

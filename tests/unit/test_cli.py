@@ -45,7 +45,8 @@ def test_all_flags_reach_the_config():
         "--gpu 1,GPU-8f2c --gpu-spec 24GiB:936GB/s --objective context "
         "--vision replicate --vision-cache-tokens 9 --max-image-pixels 5000 --max-images 3 --allow-remote-images any "
         "--allowed-media-path /pictures --kv-cache-dtype fp8 --no-ui "
-        "--tool-call-parser xml --max-queued-requests 9"
+        "--tool-call-parser xml --max-queued-requests 9 "
+        "--no-prefix-cache --snapshot-rows 3 --snapshot-every 256"
     )
     assert config_of(*text.split()) == ServeConfig(
         model="m", ranks=2, ratio=(5, 3), group_ratios={"expert": (1, 0)}, device="cpu", dtype="float32",
@@ -55,11 +56,11 @@ def test_all_flags_reach_the_config():
         graphs=False, overlap=True, kv_cache_dtype="fp8", reasoning_parser="none", max_body_bytes=1000, ui=False,
         vision="replicate", vision_cache_tokens=9, max_image_pixels=5000, max_images=3, allow_remote_images="any",
         allowed_media_path="/pictures", gpu=("1", "GPU-8f2c"),
-        gpu_spec="24GiB:936GB/s", objective="context",
+        gpu_spec="24GiB:936GB/s", objective="context", prefix_cache=False, snapshot_rows=3, snapshot_every=256,
         tool_call_parser="xml", max_queued_requests=9,
     )  # fmt: skip
-    unlike = {"model", "ranks", "group_ratios", "graphs", "device_profile", "ui"}
-    fields = {*ServeConfig.__struct_fields__, "no-graphs", "no-ui"} - unlike
+    unlike = {"model", "ranks", "group_ratios", "graphs", "device_profile", "ui", "prefix_cache"}
+    fields = {*ServeConfig.__struct_fields__, "no-graphs", "no-ui", "no-prefix-cache"} - unlike
     assert all(f"--{name.replace('_', '-')}" in text for name in fields)
 
 

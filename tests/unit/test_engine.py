@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.engine.engine import Engine
 from shardwise.engine.messages import Failed, Generate, SamplingParams, Tokens
 from shardwise.engine.request import Limits
+from shardwise.engine.reuse import ReuseOptions
 from tests.unit.fake_runner import VOCAB, FakeRunner, model
 
 EOS = 5
@@ -18,18 +19,21 @@ WIDE = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, pages
 class Serving:
     """An engine over a fake runner, all that it said by request, and its books checked after every step."""
 
-    def __init__(self, limits: Limits = WIDE, overlap: bool = False) -> None:
-        self.runner = FakeRunner(limits)
-        self.engine = Engine(limits, self.runner, (EOS,), overlap=overlap)
+    def __init__(self, limits: Limits = WIDE, overlap: bool = False, reuse: ReuseOptions | None = None) -> None:
+        self.runner = FakeRunner(limits, reuse.snapshot_rows if reuse else 0)
+        self.engine = Engine(limits, self.runner, (EOS,), overlap=overlap, reuse=reuse)
         self.said: dict[str, list[Tokens | Failed]] = {}
 
     def step(self) -> None:
         for message in self.engine.step():
             self.said.setdefault(message.id, []).append(message)
         self.engine.check()
-        running = self.engine.scheduler.running
-        pages = [page for request in running for page in request.pages]
-        assert len(set(pages)) == len(pages), "live requests share a page"
+        size = self.engine.scheduler.limits.page_tokens
+        written = [page for r in self.engine.scheduler.running for page in r.pages[r.computed // size :]]
+        whole = [page for r in self.engine.scheduler.running for page in r.pages[: r.computed // size]]
+        assert len(set(written)) == len(written), "live requests share a page that they write"
+        assert not set(written) & set(whole), "a live request writes a page of another"
+        assert self.engine.scheduler.reuse.cache.rows or len(set(whole)) == len(whole), "live requests share a page"
         stats = self.engine.stats()
         assert stats.kv_tokens_used <= stats.kv_tokens
         assert stats.state_rows_used == stats.running <= stats.state_rows

@@ -45,7 +45,7 @@ def test_long_prompts_are_cut_and_the_rest_of_the_budget_goes_on():
     started(scheduler, make(0, prompt=20), make(1, prompt=20))
     first = scheduler.plan()
     assert first.plan.chunks == [
-        Chunk(row=1, start=0, count=16, tokens=[*range(16)], new_pages=[1, 2, 3, 4], sample=False)
+        Chunk(row=1, start=0, count=16, tokens=[*range(16)], new_pages=[1, 2, 3, 4], sample=False, reset=True)
     ]
     assert finish(scheduler, first) == []
     second = scheduler.plan()

@@ -1,4 +1,6 @@
-"""How much of what memory becomes what: rows of state first, then pages of KV cache. Every rank affords the same."""
+"""How much of what memory becomes what: rows of state first, of requests and of the prefix cache's snapshots, then
+pages of KV cache. Every rank affords the same.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ GIB = 1 << 30
 USABLE_TOKENS = 2048  # of KV cache: with fewer than these, or than the longest request, nothing is served
 STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is ours to choose
 LEAST_SEQS = 8  # requests at once that are not given up for a longer context
+SNAPSHOT_SHARE = 1 / 16  # of what the rows of requests leave, at most, for snapshots if their number is ours to choose
+MOST_SNAPSHOTS = 64  # that we choose
 CPU_SHARE = 0.25  # of available host memory that caches may take
 
 
@@ -35,6 +39,7 @@ class Budget:
     rows: int
     pages: int
     page_tokens: int
+    snapshot_rows: int = 0  # rows of state behind `rows`
 
     @property
     def kv_tokens(self) -> int:
@@ -56,6 +61,18 @@ def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: 
     return count
 
 
+def snapshots(serve: ServeConfig, free_bytes: int, rows_bytes: int, row_bytes: int, request_bytes: int = 0) -> int:
+    """How many recurrent states the prefix cache keeps beside the requests' `rows_bytes`: the user's number, or ours.
+
+    request_bytes: of the KV cache of the longest request, for which ours make way.
+    """
+    if not serve.prefix_cache or serve.snapshot_rows:
+        return serve.snapshot_rows if serve.prefix_cache else 0
+    left_bytes = max(free_bytes - rows_bytes, 0)
+    affordable_bytes = min(int(left_bytes * SNAPSHOT_SHARE), max(left_bytes - request_bytes, 0))
+    return min(affordable_bytes // row_bytes, MOST_SNAPSHOTS) if row_bytes else MOST_SNAPSHOTS
+
+
 def affordable_pages(free_bytes: int, rows_bytes: int, page_bytes: int) -> int:
     """Pages that fit into what the rows leave; any number if this rank holds nothing of the KV cache."""
     return max(free_bytes - rows_bytes, 0) // page_bytes if page_bytes else 1 << 40
@@ -66,8 +83,10 @@ def idle_bytes(own_pages: int, pages: int, page_bytes: int) -> int:
     return max(0, own_pages - pages) * page_bytes if page_bytes else 0
 
 
-def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int) -> Budget:
-    """The limits of the server from the least number of requests and pages that any rank affords.
+def settle(
+    serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int, snapshot_rows: int = 0
+) -> Budget:
+    """The limits of the server from the least number of requests, snapshots and pages that any rank affords.
 
     A cache smaller than asked for is made as large as it can be while that is of use, with a warning. Raises
     ConfigError if not, or if a request of --max-model-len tokens, or of one page, would not fit.
@@ -87,15 +106,16 @@ def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seq
         fits = (
             f"--kv-tokens {serve.kv_tokens}: only {max(pages, 0) * size} tokens of KV cache fit beside the weights and"
         )
-        fits = f"{fits} {max_num_seqs} rows of state"
+        fits = f"{fits} {max_num_seqs + snapshot_rows} rows of state"
         if pages * size < usable:
-            raise ConfigError(f"{fits}; lower it, or --max-num-seqs, or use more ranks")
+            raise ConfigError(f"{fits}; lower it, --max-num-seqs or --snapshot-rows, or use more ranks")
         logger.warning("%s; the cache is made as large as that", fits)
     if pages < 1 or (serve.max_model_len and pages < per_request):
         raise ConfigError(
             f"a request of {serve.max_model_len or size} tokens needs "
             f"{per_request if serve.max_model_len else 1} pages of KV cache and {max(pages, 0)} fit; "
-            "lower --max-model-len or --max-num-seqs, raise --gpu-memory-utilization or --kv-tokens, or use more ranks"
+            "lower --max-model-len, --max-num-seqs or --snapshot-rows, raise --gpu-memory-utilization or --kv-tokens, "
+            "or use more ranks"
         )
     return Budget(
         max_num_seqs=max_num_seqs,
@@ -104,4 +124,5 @@ def settle(serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seq
         rows=max_num_seqs + 1,
         pages=pages + 1,
         page_tokens=size,
+        snapshot_rows=snapshot_rows,
     )

@@ -13,6 +13,8 @@ from shardwise.models.qwen3_5 import LayerCache, layer_name
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Partitions, local, local_bytes
 
+ROWS_AT_ONCE = 16  # copied, so that what is read before it is written stays small
+
 
 @dataclass(frozen=True)
 class CacheSpecs:
@@ -47,3 +49,22 @@ def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx:
             conv, delta = (specs.row[f"{name}.delta.{part}_state"] for part in ("conv", "delta"))
             caches.append(DeltaState(zeros(rows, conv), zeros(rows, delta)))
     return caches
+
+
+def copy_rows(caches: Sequence[LayerCache], sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
+    """Copy the recurrent state of rows to others, all different and none of them a source, in every layer. int64."""
+    parts = list(zip(sources_N.split(ROWS_AT_ONCE), targets_N.split(ROWS_AT_ONCE), strict=True))
+    for cache in caches:
+        if isinstance(cache, DeltaState):
+            for rows in (cache.conv, cache.delta):
+                for sources, targets in parts:
+                    rows.index_copy_(0, targets, rows.index_select(0, sources))
+
+
+def copy_pages(caches: Sequence[LayerCache], sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:
+    """Copy pages of keys and values to others, all different, in every layer, reading all before writing any. int64."""
+    for cache in caches:
+        if isinstance(cache, KVCache):
+            for pages in (cache.k_pages, cache.v_pages):
+                plain = pages if pages.element_size() > 1 else pages.view(torch.uint8)  # FP8 cannot be indexed
+                plain.index_copy_(0, targets_N, plain.index_select(0, sources_N))

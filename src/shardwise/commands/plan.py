@@ -16,7 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cache.budget import GIB, affordable_pages, sequences
+from shardwise.cache.budget import GIB, affordable_pages, sequences, snapshots
 from shardwise.commands.plan_html import page
 from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
@@ -66,12 +66,14 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split of a model: `kv_tokens` is the least that any rank affords beside `max_num_seqs` rows of state."""
+    """A split of a model: `kv_tokens` is the least that any rank affords beside the rows of state, `max_num_seqs` for
+    requests and `snapshot_rows` for the prefix cache."""
 
     model: str
     ranks: int
     units: Mapping[str, Sequence[int]]
     max_num_seqs: int
+    snapshot_rows: int
     kv_tokens: int
     requests: int
     context_tokens: int  # that each of `requests` requests can have
@@ -98,8 +100,13 @@ def make_plan(decision: Decision, requests: int) -> Plan:
         sequences(asked, made.device_type, have, row, longest_pages * size)
         for have, row, size in zip(free, rows, page_sizes, strict=True)
     )
+    kept = min(
+        snapshots(serve, have, (seqs + 1) * row, row, longest_pages * size)
+        for have, row, size in zip(free, rows, page_sizes, strict=True)
+    )
     pages = [
-        affordable_pages(have, (seqs + 1) * row, size) for have, row, size in zip(free, rows, page_sizes, strict=True)
+        affordable_pages(have, (seqs + 1 + kept) * row, size)
+        for have, row, size in zip(free, rows, page_sizes, strict=True)
     ]
     least = min(pages)
     each = [
@@ -123,6 +130,7 @@ def make_plan(decision: Decision, requests: int) -> Plan:
         ranks=best.ranks,
         units={g: [stop - start for start, stop in pairwise(part.bounds)] for g, part in partitions.items()},
         max_num_seqs=seqs,
+        snapshot_rows=kept,
         kv_tokens=kv_tokens,
         requests=requests or 1,
         context_tokens=min(each_request, made.model.max_position_embeddings),
@@ -149,7 +157,8 @@ def bars(plan: Plan) -> list[str]:
     largest, lines = max(rank.memory_bytes for rank in plan.each) or 1, list[str]()
     for rank in plan.each:
         kv_bytes = int(min(rank.kv_tokens, plan.kv_tokens) * rank.kv_token_bytes)
-        parts = {**rank.weights_bytes, "state": (plan.max_num_seqs + 1) * rank.state_row_bytes, "KV cache": kv_bytes}
+        state_bytes = (plan.max_num_seqs + 1 + plan.snapshot_rows) * rank.state_row_bytes
+        parts = {**rank.weights_bytes, "state": state_bytes, "KV cache": kv_bytes}
         cells, filled, text = round(BAR_CELLS * rank.memory_bytes / largest), 0.0, ""
         for kind, size in parts.items():
             before, filled = round(filled), filled + BAR_CELLS * size / largest
@@ -174,6 +183,8 @@ def show(plan: Plan, made: Blueprint, console: Console) -> None:
     held.add_row("all weights", *totals, f"{sum(whole.values()) / GIB:.3f}")
     caches = Table("caches", *columns)
     caches.add_row("state, MiB a request", *(f"{rank.state_row_bytes / (1 << 20):.3f}" for rank in plan.each))
+    sizes = (plan.snapshot_rows * rank.state_row_bytes / (1 << 20) for rank in plan.each)
+    caches.add_row(f"{plan.snapshot_rows} snapshots, MiB", *(f"{size:.3f}" for size in sizes))
     caches.add_row("KV, bytes a token", *(f"{rank.kv_token_bytes:.0f}" for rank in plan.each))
     caches.add_row("memory to use, GiB", *(f"{rank.memory_bytes / GIB:.2f}" for rank in plan.each))
     caches.add_row("KV tokens that fit", *(f"{rank.kv_tokens:,}" for rank in plan.each))
@@ -190,8 +201,9 @@ def show(plan: Plan, made: Blueprint, console: Console) -> None:
     for line in plan.reasons:
         console.print(line, markup=False, highlight=False)
     console.print(
-        f"{plan.kv_tokens:,} tokens of KV cache (limited by rank {plan.kv_limited_by_rank}) beside {plan.max_num_seqs} "
-        f"requests' state; each of {plan.requests} can have {plan.context_tokens:,} tokens"
+        f"{plan.kv_tokens:,} tokens of KV cache (limited by rank {plan.kv_limited_by_rank}) beside the state of "
+        f"{plan.max_num_seqs} requests and {plan.snapshot_rows} snapshots; each of {plan.requests} can have "
+        f"{plan.context_tokens:,} tokens"
     )
 
 

@@ -49,7 +49,7 @@ def page(plan: Mapping[str, Any]) -> str:
 
 def _parts(plan: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of everything on a rank, by kind."""
-    state = (plan["max_num_seqs"] + 1) * rank["state_row_bytes"]
+    state = (plan["max_num_seqs"] + 1 + plan["snapshot_rows"]) * rank["state_row_bytes"]
     return {**rank["weights_bytes"], "state": state, "KV cache": plan["kv_tokens"] * rank["kv_token_bytes"]}
 
 
@@ -81,6 +81,7 @@ def _held(plan: Mapping[str, Any]) -> str:
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank["weights_bytes"])
     rows = [[kind, *(f"{rank['weights_bytes'].get(kind, 0) / GIB:.3f}" for rank in ranks)] for kind in kinds]
     rows.append(["all weights", *(f"{rank['total_weights_bytes'] / GIB:.3f}" for rank in ranks)])
+    rows.append(["rows of state for snapshots", *(str(plan["snapshot_rows"]) for _ in ranks)])
     rows.append(["state of a request, MiB", *(f"{rank['state_row_bytes'] / (1 << 20):.2f}" for rank in ranks)])
     rows.append(["KV, bytes a token", *(f"{rank['kv_token_bytes']:.0f}" for rank in ranks)])
     rows.append(["KV tokens that fit", *(f"{rank['kv_tokens']:,}" for rank in ranks)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwise.cache.budget import CPU_SHARE, GIB, Budget, affordable_pages, idle_bytes, sequences, settle
+from shardwise.cache.budget import CPU_SHARE, GIB, Budget, affordable_pages, idle_bytes, sequences, settle, snapshots
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.checkpoint.formats import Formats
 from shardwise.checkpoint.index import DTYPES, CheckpointIndex
@@ -33,6 +33,7 @@ from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
+from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.runner import Runner
 from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
@@ -202,9 +203,10 @@ def budget(
         warn_of_others(ctx)
     longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
     seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes, longest_pages * page_bytes))
-    own_pages = affordable_pages(free, (seqs + 1) * row_bytes, page_bytes)
+    kept = ctx.comm.minimum(snapshots(serve, free, (seqs + 1) * row_bytes, row_bytes, longest_pages * page_bytes))
+    own_pages = affordable_pages(free, (seqs + 1 + kept) * row_bytes, page_bytes)
     pages = ctx.comm.minimum(own_pages)
-    limits = settle(serve, made.model, kind, seqs, pages)
+    limits = settle(serve, made.model, kind, seqs, pages, kept)
     idle = idle_bytes(own_pages, pages, page_bytes)
     if limits.pages >= pages and idle > IDLE_SHARE * max(free, 1):
         logger.warning(
@@ -260,7 +262,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     )
     model, features = load_weights(made, ctx, serve.seed)
     limits = budget(serve, made, model, ctx, environment.local_world, features)
-    caches = allocate(made.model, made.caches, limits.pages, limits.rows, ctx)
+    caches = allocate(made.model, made.caches, limits.pages, limits.rows + limits.snapshot_rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     runner = Runner(model, caches, tables, ctx, features)
@@ -292,6 +294,7 @@ class Leader:
             vision=rank.made.vision and rank.made.vision.config,
             picture_tokens=serve.vision_cache_tokens,
             grammars=Grammars(lambda: vocabulary(Path(serve.model)), model.vocab_size, model.eos_token_ids),
+            reuse=ReuseOptions(limits.snapshot_rows, serve.snapshot_every, frozenset(model.eos_token_ids)),
         )
         self.add, self.add_picture = self.engine.add, self.engine.add_picture
         self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats

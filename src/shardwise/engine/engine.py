@@ -1,6 +1,6 @@
 """The engine's loop on the first rank: plan, run, sample, share the tokens, tell what came of it.
 
-Legend: L sampled rows, V vocabulary, C tokens of a chunk.
+Legend: L sampled rows, V vocabulary, C tokens of a chunk, K chunks to check.
 """
 
 import random
@@ -19,6 +19,7 @@ from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats,
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
+from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
 from shardwise.engine.scheduler import Progress, Scheduler, Step
 
@@ -31,6 +32,7 @@ class StepLogits:
 
     sampled_LV: torch.Tensor  # of the last token of each chunk with `sample`, in the plan's order
     prompt: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: [C, V], chunks with `prompt_logits`
+    checked_KV: torch.Tensor | None = None  # of the last token of each chunk with `check`, in the plan's order
 
 
 class Runner(Protocol):
@@ -53,6 +55,7 @@ class _Launched:
     step: Step
     sampled: Sampled | None
     scores: dict[Request, PromptScores]
+    finite_K: torch.Tensor | None = None  # by chunk with `check`, in the plan's order
 
 
 class Engine:
@@ -72,9 +75,10 @@ class Engine:
         vision: VisionConfig | None = None,
         picture_tokens: int = 0,
         grammars: Grammars | None = None,
+        reuse: ReuseOptions | None = None,
     ) -> None:
         """grammars: compiles what answers must match; without, such requests are refused."""
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, reuse)
         self._runner = runner
         self._sampler = Sampler()
         self._eos = frozenset(eos_token_ids)
@@ -174,13 +178,13 @@ class Engine:
                 self.scheduler.add(request)
 
     def stats(self) -> Stats:
-        pages, rows = self.scheduler.pages, self.scheduler.rows
+        pages, rows, reuse = self.scheduler.pages, self.scheduler.rows, self.scheduler.reuse
         cache = self._picture_cache
         counts = cache.counts if cache else PictureCounts()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self._compiling),
-            kv_tokens_used=pages.used * pages.page_tokens,
+            kv_tokens_used=(pages.used - pages.idle) * pages.page_tokens,
             kv_tokens=pages.pages * pages.page_tokens,
             state_rows_used=rows.used,
             state_rows=rows.rows,
@@ -191,6 +195,12 @@ class Engine:
             pictures_encoded=counts.encoded,
             pictures_reused=counts.reused,
             picture_tokens_held=cache.tokens if cache else 0,
+            cached_tokens=reuse.hit_tokens,
+            looked_up_tokens=reuse.query_tokens,
+            kv_tokens_cached=pages.idle * pages.page_tokens,
+            snapshots=len(reuse.cache.snapshots),
+            snapshot_rows=reuse.cache.rows,
+            snapshot_evictions=reuse.cache.evictions,
         )
 
     def check(self) -> None:
@@ -238,12 +248,13 @@ class Engine:
             for request, chunk in zip(step.requests, step.plan.chunks, strict=True)
             if chunk.prompt_logits and (found := self._score(request, chunk, logits.prompt[chunk.row]))
         }
+        finite_K = None if logits.checked_KV is None else logits.checked_KV.amax(dim=-1).isfinite()
         sampled = None
         if step.sampled:
             mask(logits.sampled_LV, step.sampled)
             sampled = self._sampler.sample(logits.sampled_LV, step.sampled)
             self._runner.commit([request.row for request in step.sampled], sampled.tokens_L)
-        return _Launched(step, sampled, scores)
+        return _Launched(step, sampled, scores, finite_K)
 
     @staticmethod
     def _score(request: Request, chunk: Chunk, logits_CV: torch.Tensor) -> PromptScores | None:
@@ -264,6 +275,11 @@ class Engine:
                 self._fail(request, f"the model's output within the {len(request.prompt)} prompt tokens is not finite")
             else:
                 request.prompt_logprobs += found
+        checked = [each for each in zip(step.requests, step.plan.chunks, strict=True) if each[1].check]
+        finite = launched.finite_K.tolist() if launched.finite_K is not None else []
+        unsound = [each for each, fine in zip(checked, finite, strict=True) if not fine]
+        for request, chunk in unsound:
+            self._fail(request, f"the model's output after {chunk.start + chunk.count} tokens is not finite")
         results = launched.sampled.read() if launched.sampled else []
         chunks = [chunk for chunk in step.plan.chunks if chunk.sample]
         tokens: dict[int, int] = {}
@@ -275,7 +291,7 @@ class Engine:
                 tokens[chunk.row] = token
             if logprob is not None:
                 logprobs[request] = logprob
-        for progress in self.scheduler.finish(step, tokens):
+        for progress in self.scheduler.finish(step, tokens, [chunk.row for _, chunk in unsound]):
             self._tell(progress, logprobs.get(progress.request))
 
     def _tell(self, progress: Progress, logprob: Logprob | None) -> None:
@@ -295,18 +311,20 @@ class Engine:
                 prompt_logprobs=request.prompt_logprobs if wants_prompt else None,
                 finish_reason=progress.finish_reason,
                 stop_token=progress.stop_token,
-                cached_tokens=request.cached_tokens,
+                cached_tokens=request.cached_tokens or 0,
             )
         )
 
     def _fail(self, request: Request, message: str) -> None:
-        """End one request with an error. One that has ended meanwhile has had its last word."""
-        if self._requests.get(request.id) is request:
-            self._end(request)
+        """End one request with an error. One that has ended meanwhile has had its last word, but must not be reused."""
+        if self._requests.get(request.id) is not request:
+            self.scheduler.reuse.failed(request)
+        else:
+            self._end(request, failed=True)
             self._outbox.append(Failed(request.id, message))
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, failed: bool = False) -> None:
         if self._compiling.pop(request.id, None) is None:
-            self.scheduler.end(request)
+            self.scheduler.end(request, failed)
         self._sampler.forget(request)
         del self._requests[request.id]

@@ -144,10 +144,15 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int
     generated_tokens: int
     steps: int
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, not computed but found in the prefix cache
     pictures_encoded: int = 0
     pictures_reused: int = 0
     picture_tokens_held: int = 0
+    looked_up_tokens: int = 0  # of prompts that came to the prefix cache
+    kv_tokens_cached: int = 0  # held by the prefix cache alone, to be had at any time; not among kv_tokens_used
+    snapshots: int = 0
+    snapshot_rows: int = 0
+    snapshot_evictions: int = 0
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwise.config import VisionConfig
 from shardwise.engine.messages import Picture
 from shardwise.engine.plan import Chunk, Encode, Span
@@ -38,6 +40,15 @@ class Pictures:
     def axes(self, start: int, stop: int) -> bytes:
         """The positions of a chunk that begins before the end of the last picture, as Chunk has them; else nothing."""
         return b"" if start >= self.positions.end else self.positions.of(start, stop).tobytes()
+
+    def keys(self, prompt: Sequence[int]) -> list[int]:
+        """`prompt` as the prefix cache compares it: in the place of a picture's tokens, which are all alike, negative
+        numbers that are the same for equal pictures only."""
+        keys = list(prompt)
+        for place, digest in zip(self.places, self.digests, strict=True):
+            words = np.frombuffer(digest, np.int32) | np.int32(-(1 << 31))
+            keys[place.at : place.end] = np.resize(words, place.end - place.at).tolist()
+        return keys
 
     def spans(self, start: int, stop: int) -> list[Span]:
         """Where the chunk start .. stop takes features instead of embeddings."""

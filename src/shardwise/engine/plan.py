@@ -25,11 +25,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """`count` tokens of the request in `row`, from position `start` on.
 
     tokens: their ids, or empty: the one token sampled last for this row, which the runner holds on the device.
-    new_pages: pages that the request got since its last chunk, in the order of positions. A `start` of 0 (a new or
-    resumed request) forgets all that the row held before.
+    new_pages: pages that the request got since its last chunk, in the order of positions.
     sample: whether the last of these tokens is followed by a sampled one.
     shift: what is added to places to get positions, behind the pictures of a prompt. axes: the positions themselves,
     int32 [3, count], where the chunk has or precedes a picture. spans: its tokens that are a picture's.
+    reset: the request is new in this row (or is back): all that the row held before is forgotten. If its `start` is
+    not 0, the row gets the state of row `restore`, and its page of position `start`, where that is not the first of the
+    page, the contents of page `copy_page`; the pages before it are shared.
     """
 
     row: int  # 1 or more; row of state, of the page table and of the last tokens
@@ -42,12 +44,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     shift: int = 0
     axes: bytes = b""
     spans: list[Span] = []
+    reset: bool = False
+    restore: int = 0
+    copy_page: int = 0
+    check: bool = False  # the logits of the last token are wanted, to see if they are finite: its state will be kept
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end.
 
     Before the chunks, features are forgotten, then encoded.
+    saves: (row, snapshot row): states to copy before anything else happens to rows and pages; then chunks are reset and
+    restored, then computed.
     """
 
     step: int
@@ -55,6 +63,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     stop: bool = False
     encode: list[Encode] = []
     forget: list[bytes] = []
+    saves: list[tuple[int, int]] = []
 
 
 class StepOutput(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from enum import Enum, auto
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from shardwise.cache.prefix import Snapshot, encode
 from shardwise.engine.messages import FinishReason, Logprob, SamplingParams
 from shardwise.engine.pictures import Pictures
 
@@ -75,10 +76,18 @@ class Request:
     computed: int = 0  # positions that the planned steps leave in the caches
     decoding: bool = False  # its next input is the token sampled last in its row
     preemptions: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, not computed; None until it first starts
+    reset: bool = False  # its next chunk is the first in its row
+    restore: int = 0  # if so, the row that its state comes from
+    copy_page: int = 0  # and the page that its last page, used in part, is a copy of
+    snapshot_points: list[int] = field(default_factory=list)  # positions after which its state is to be kept, rising
+    snapshot_at: int = 0  # position of the latest snapshot on its way
+    snapshots: list[Snapshot] = field(default_factory=list)  # of its states, not known to be sound yet
+    stop_token: int | None = None
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1 .. so far
     constraint: "Constraint | None" = None  # of its grammar, once that is compiled
     answered: bool = False  # a message about it has gone out
+    _encoded_prompt: bytes | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -115,6 +124,13 @@ class Request:
         skip = len(self.prompt)
         return self.prompt[start:stop] + self.output[max(0, start - skip) : max(0, stop - skip)]
 
+    def encoded(self) -> bytes:
+        """The key of all known tokens in the prefix cache, a final stop token among them."""
+        if self._encoded_prompt is None:
+            self._encoded_prompt = encode(self.pictures.keys(self.prompt) if self.pictures else self.prompt)
+        last = [] if self.stop_token is None else [self.stop_token]
+        return self._encoded_prompt + encode([*self.output, *last])
+
     def wants_prompt_logits(self, start: int) -> bool:
         """Whether a chunk from position `start` on predicts prompt tokens whose logprobs are asked for and missing."""
         predicted = len(self.prompt) - 1
@@ -126,6 +142,7 @@ class Request:
         if self.constraint is not None:
             self.constraint.accept(token)
         if token in self.stop_ids:
+            self.stop_token = token
             return "stop", token
         self.output.append(token)
         if self.constraint is not None and (self.constraint.finished or self.constraint.broken):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.cache.pool import copy_pages, copy_rows
 from shardwise.engine.engine import StepLogits
 from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
@@ -57,6 +58,11 @@ def feature_rows(chunks: Sequence[Chunk], starts: Sequence[int]) -> np.ndarray:
     return np.concatenate(rows) if rows else np.zeros(0, np.int64)
 
 
+def logits_rows(chunk: Chunk) -> int:
+    """For how many of its last tokens logits are wanted."""
+    return chunk.count if chunk.prompt_logits else int(chunk.sample or chunk.check)
+
+
 def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.device) -> Batch:
     """Tensors of one step in two copies to the device, one of each integer width."""
     counts = [chunk.count for chunk in chunks]
@@ -68,7 +74,7 @@ def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.devic
     logit_rows = [
         row
         for chunk, begin, end in zip(chunks, starts, starts[1:], strict=False)
-        for row in (range(begin, end) if chunk.prompt_logits else (end - 1,) if chunk.sample else ())
+        for row in range(end - logits_rows(chunk), end)
     ]
     pages = -(-max(lengths) // tables.page_tokens)
     wide = (
@@ -135,30 +141,33 @@ class Runner:
         if not plan.chunks:
             return None
         logits_LV = self.carry_out(plan)
-        sampled, prompt, at = list[int](), dict[int, torch.Tensor](), 0
+        sampled, checked, prompt, at = list[int](), list[int](), dict[int, torch.Tensor](), 0
         for chunk in plan.chunks:
-            rows = chunk.count if chunk.prompt_logits else int(chunk.sample)
+            rows = logits_rows(chunk)
             if chunk.prompt_logits:
                 prompt[chunk.row] = logits_LV[at : at + rows]
             at += rows
             if chunk.sample:
                 sampled.append(at - 1)
+            if chunk.check:
+                checked.append(at - 1)
         if len(sampled) == len(logits_LV):
             return StepLogits(logits_LV, prompt)
-        (index_L,) = to_device([sampled], np.int64, self.ctx.device)
-        return StepLogits(logits_LV[index_L], prompt)
+        index_L, index_K = to_device([sampled, checked], np.int64, self.ctx.device)
+        return StepLogits(logits_LV[index_L], prompt, logits_LV[index_K] if checked else None)
 
     def carry_out(self, plan: StepPlan) -> torch.Tensor:
         """This rank's part of a plan: its pictures, then its chunks."""
         if self.features is not None:
             self.features.update(plan)
-        return self.forward(plan.chunks)
+        return self.forward(plan.chunks, plan.saves)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits [L, V] of the chunks that want any."""
+    def forward(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves`."""
         for chunk in chunks:
             self.tables.update(chunk)
+        self._copy(chunks, saves)
         if self.graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return self.graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
@@ -168,6 +177,20 @@ class Runner:
         return self.model(
             tokens_T, batch.positions_3T, batch.seqs, self.caches, batch.logit_rows_L, features_FH, batch.feature_rows_F
         )
+
+    def _copy(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]]) -> None:
+        """Save states, then start requests from saved ones: before anything of this step is written."""
+        restored = [chunk for chunk in chunks if chunk.restore]
+        halves = [chunk for chunk in restored if chunk.copy_page]
+        pages = [int(self.tables.pages[chunk.row, chunk.start // self.tables.page_tokens]) for chunk in halves]
+        for copy, pairs in (
+            (copy_rows, saves),
+            (copy_rows, [(chunk.restore, chunk.row) for chunk in restored]),
+            (copy_pages, [(chunk.copy_page, page) for chunk, page in zip(halves, pages, strict=True)]),
+        ):
+            if pairs:
+                sources_N, targets_N = to_device(list(zip(*pairs, strict=True)), np.int64, self.ctx.device)
+                copy(self.caches, sources_N, targets_N)
 
     @torch.inference_mode()
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ others, and what cannot fit even alone is refused.
 """
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cache.pages import PagePool
@@ -14,6 +14,7 @@ from shardwise.cache.rows import RowPool
 from shardwise.engine.messages import FinishReason
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits, Request, Status, check_fits
+from shardwise.engine.reuse import Reuse, ReuseOptions
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class _Grants:
 class Scheduler:
     """Waiting and running requests, both in order of priority (lower first) and arrival; owns pages and rows."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, reuse: ReuseOptions | None = None) -> None:
         self.limits = limits
         self.pages = PagePool(limits.pages, limits.page_tokens)
+        self.reuse = Reuse(self.pages, limits.max_num_seqs + 1, reuse or ReuseOptions())
         self.rows = RowPool(limits.max_num_seqs)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -70,12 +72,17 @@ class Scheduler:
         check_fits(request.prompt, request.sampling.max_tokens, self.limits)
         insort(self.waiting, request, key=lambda r: r.order)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Request, failed: bool = False) -> None:
         """Let go of `request`, wherever it is; what steps in flight still say about it will be ignored.
 
         Its pages may be given out again at once: devices run steps in order, so a later step overwrites them later.
+        What it computed goes to the prefix cache, unless it `failed`: then nothing of it stays there.
         """
+        if failed:
+            self.reuse.failed(request)
         if request.status is Status.RUNNING:
+            if not failed:
+                self.reuse.ended(request)
             self._vacate(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
@@ -87,6 +94,7 @@ class Scheduler:
         Without anything to do, a step without chunks. Steps must be finished in the order they were planned.
         """
         grants = _Grants(self.limits.max_num_batched_tokens, self.limits.prompt_logits_tokens)
+        saves = self.reuse.saves()
         for request in [r for r in self.running if r.decoding]:
             self._grant(request, grants)
         for request in [r for r in self.running if not r.decoding]:
@@ -96,13 +104,21 @@ class Scheduler:
         chosen = sorted(grants.counts, key=lambda r: grants.counts[r] > 1)  # kernels want single tokens first
         chunks = [self._chunk(request, grants.counts[request]) for request in chosen]
         self.steps += bool(chunks)
-        return Step(StepPlan(self.steps, chunks), chosen)
+        if not chunks:
+            return Step(StepPlan(self.steps), [])
+        self.reuse.planned(len(saves))
+        return Step(StepPlan(self.steps, chunks, saves=saves), chosen)
 
-    def finish(self, step: Step, tokens: Mapping[int, int]) -> list[Progress]:
-        """Take in the sampled `tokens`, by row, of the oldest unfinished step; frees what ended."""
+    def finish(self, step: Step, tokens: Mapping[int, int], unsound: Collection[int] = ()) -> list[Progress]:
+        """Take in the sampled `tokens`, by row, of the oldest unfinished step; frees what ended.
+
+        unsound: rows of its chunks with `check` whose logits were not finite.
+        """
         progress = []
         for request, chunk in zip(step.requests, step.plan.chunks, strict=True):
             request.in_flight -= 1
+            sound = chunk.row in tokens if chunk.sample else chunk.check and chunk.row not in unsound
+            self.reuse.landed(request, chunk.start + chunk.count, sound)
             if request.status is Status.FINISHED:
                 continue
             kept, reason, stop = [], None, None
@@ -121,12 +137,12 @@ class Scheduler:
         """Raises AssertionError if pages or rows are lost, or held by what does not run."""
         self.pages.check()
         self.rows.check()
-        held = sum(len(r.pages) for r in self.running)
+        self.reuse.check(self.running)
         idle = [r.id for r in self.waiting if r.row or r.pages]
-        if held != self.pages.used or self.rows.used != len(self.running) or idle:
+        if self.rows.used != len(self.running) or idle:
             raise AssertionError(
-                f"{self.pages.used} pages and {self.rows.used} rows in use; {len(self.running)} running requests hold "
-                f"{held} pages; waiting ones that hold something: {idle}"
+                f"{self.rows.used} rows in use by {len(self.running)} running requests; "
+                f"waiting ones that hold something: {idle}"
             )
 
     def _grant(self, request: Request, grants: _Grants) -> None:
@@ -139,6 +155,7 @@ class Scheduler:
         wants_logits = request.wants_prompt_logits(request.computed)
         if wants_logits:
             count = min(count, grants.left_prompt_logits)
+        count = self.reuse.cut(request, count)
         count = self._find_pages(request, count, grants)
         if count < 1:
             return
@@ -147,14 +164,20 @@ class Scheduler:
         grants.left_prompt_logits -= count * wants_logits
 
     def _find_pages(self, request: Request, count: int, grants: _Grants) -> int:
-        """Give `request` the pages for `count` more tokens, the latest of the others giving theirs up for it.
+        """Give `request` the pages for `count` more tokens; first the prefix cache, then the latest of the others give
+        theirs up for it.
 
         The latest request itself waits for pages with what it has: those before it take that if they need it.
         Returns how many tokens there is room for.
         """
         missing = self.pages.needed(request.computed + count) - len(request.pages)
-        while missing > self.pages.free and self.running[-1] is not request:
-            self._preempt(self.running[-1], grants)
+        while missing > self.pages.free:
+            if self.pages.idle:
+                self.reuse.cache.make_room(missing)
+            elif self.running[-1] is not request:
+                self._preempt(self.running[-1], grants)
+            else:
+                break
         request.pages += self.pages.take(max(0, min(missing, self.pages.free)))
         return min(count, len(request.pages) * self.pages.page_tokens - request.computed)
 
@@ -175,14 +198,18 @@ class Scheduler:
         """
         while self.waiting and self.rows.free and grants.left_tokens:
             request = self.waiting[0]
-            free = self.pages.free - sum(map(self._expected_pages, self.running))
+            free = self.pages.free + self.pages.idle - sum(map(self._expected_pages, self.running))
             tokens_on_their_way = request.in_flight > 0  # preempted lately: its tokens are not all known yet
             no_logits = request.wants_prompt_logits(0) and not grants.left_prompt_logits
-            if tokens_on_their_way or no_logits or self.pages.needed(request.length) > free:
+            if tokens_on_their_way or no_logits:
+                break
+            found = self.reuse.find(request)
+            if self.reuse.needed_pages(request, found) > free:
                 break
             self.waiting.pop(0)
             request.row = self.rows.take()
             request.status = Status.RUNNING
+            self.reuse.start(request, found)
             insort(self.running, request, key=lambda r: r.order)
             self._grant(request, grants)
 
@@ -195,6 +222,8 @@ class Scheduler:
         """Write the grant down, and count it as done."""
         start, end, pictures = request.computed, request.computed + count, request.pictures
         sample = end == request.length and request.sampling.max_tokens > 0
+        request.computed = end
+        kept = self.reuse.computed(request)
         chunk = Chunk(
             row=request.row,
             start=start,
@@ -206,9 +235,13 @@ class Scheduler:
             shift=pictures.shift(start) if pictures else 0,
             axes=pictures.axes(start, end) if pictures else b"",
             spans=pictures.spans(start, end) if pictures else [],
+            reset=request.reset,
+            restore=request.restore if request.reset else 0,
+            copy_page=request.copy_page if request.reset else 0,
+            check=kept and not sample,
         )
         request.announced_pages = len(request.pages)
-        request.computed = end
+        request.reset = False
         request.in_flight += 1
         request.pending += sample
         request.decoding = request.decoding or sample
@@ -221,4 +254,6 @@ class Scheduler:
         self.rows.release(request.row)
         request.pages = []
         request.row = request.announced_pages = request.computed = 0
-        request.decoding = False
+        request.restore = request.copy_page = request.snapshot_at = 0
+        request.snapshot_points = []
+        request.decoding = request.reset = False

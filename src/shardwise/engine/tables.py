@@ -14,8 +14,8 @@ class PageTables:
         self.page_tokens = page_tokens
 
     def update(self, chunk: Chunk) -> None:
-        """Take in the chunk's new pages, after forgetting the row if the request starts over."""
-        if chunk.start == 0:
+        """Take in the chunk's new pages, after forgetting the row if the request is new in it."""
+        if chunk.reset or chunk.start == 0:
             self.counts[chunk.row] = 0
         if chunk.new_pages:
             held = self.counts[chunk.row]

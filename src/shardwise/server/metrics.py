@@ -22,6 +22,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "preemptions": ("num_preemptions", "Requests that gave up their room."),
         "pictures_encoded": ("pictures_encoded", "Pictures, or pairs of frames, that the vision tower encoded."),
         "pictures_reused": ("pictures_reused", "Those that it had encoded before."),
+        "looked_up_tokens": ("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache."),
+        "cached_tokens": ("prefix_cache_hits", "Tokens of prompts that were found there."),
+        "snapshot_evictions": ("prefix_cache_evictions", "Recurrent states that made room for others."),
     }
 )
 
@@ -56,6 +59,12 @@ class _EngineCollector(Collector):
                 "Tokens of encoded pictures that are kept.",
                 stats.picture_tokens_held if stats else 0,
             ),
+            (
+                "prefix_cache_usage_perc",
+                "Share of the KV cache that only the prefix cache holds; it is given up when needed.",
+                stats.kv_tokens_cached / max(1, stats.kv_tokens) if stats else 0.0,
+            ),
+            ("snapshots", "Recurrent states in the prefix cache.", stats.snapshots if stats else 0),
             ("engine_ready", "1 if a step has run on every rank.", int(self._engine.ready is not None)),
         )
         for name, text, value in gauges:

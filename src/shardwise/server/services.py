@@ -139,20 +139,21 @@ class UsageCounter:
         self._prompt_tokens = sum(prompt_tokens)
         self._n = n
         self._generated = [0] * (len(prompt_tokens) * n)
-        self._cached = [0] * len(prompt_tokens)
+        self._cached: list[dict[int, int]] = [{} for _ in prompt_tokens]  # of each prompt, by answer
 
     def add(self, piece: Piece) -> None:
         self._generated[piece.index] = piece.generated_tokens
-        prompt = piece.index // self._n
-        self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+        self._cached[piece.index // self._n][piece.index] = piece.cached_tokens
 
     def usage(self) -> Usage:
         generated = sum(self._generated)
+        # Tokens of a prompt that one of its answers computed were computed.
+        cached = sum(min(answers.values(), default=0) for answers in self._cached)
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 

@@ -1,0 +1,115 @@
+"""The prefix cache on a GPU: hits answer as misses, and what they save.
+
+    python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.prefix_case answers --dtype float32 --out FILE
+    python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.prefix_case speed --model GEOMETRY --out FILE
+
+`answers`: the miniature's text cases, and longer prompts that begin with them, with the cache and without; how many
+differ, and how many of those not at a near-tie. `speed`: time to the first token of long prompts of made-up weights,
+missing and hitting.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.config import ServeConfig, rank_environment
+from shardwise.engine.build import Leader, build_rank
+from tests.golden import eval as evaluation
+from tests.parallel.prefix_ranks import Asked, Reply, run_wave
+
+
+def chats(count: int) -> list[list[Asked]]:
+    """Waves: beginnings, and two continuations of each with the words of other cases."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(evaluation.miniature())
+    words = [evaluation.prompt_ids(tokenizer, case) for case in evaluation.load_cases(limit=count)]
+    waves = list[list[Asked]]()
+    for turn in range(3):
+        parts = [[words[(i + 7 * t) % count] for t in range(turn + 1)] for i in range(count)]
+        prompts = [[token for part in each for token in part] for each in parts]
+        waves.append([(prompt, {"max_tokens": 24, "logprobs": 2, "ignore_eos": True}) for prompt in prompts])
+    return waves
+
+
+def answers(leader: Leader) -> dict[str, Any]:
+    """Replies with the cache, then without it."""
+    waves = chats(48)
+    found = [run_wave(leader, wave, arrive_every=1) for wave in waves]
+    cache = leader.engine.scheduler.reuse.cache
+    for snapshot in list(cache.snapshots):
+        cache.remove(snapshot)
+    cache.rows, cache._free_rows = 0, []  # nothing is kept from now on
+    missing = [run_wave(leader, wave) for wave in waves]
+    pairs: list[tuple[Reply, Reply]] = []
+    for hits, misses in zip(found, missing, strict=True):
+        pairs += zip(hits, misses, strict=True)
+    return {
+        "requests": len(pairs),
+        "hits": sum(hit.cached_tokens > 0 for hit, _ in pairs),
+        "cached_tokens": sum(hit.cached_tokens for hit, _ in pairs),
+        "misses_in_the_second_run": sum(miss.cached_tokens for _, miss in pairs),
+        "equal": sum(hit.tokens == miss.tokens for hit, miss in pairs),
+        "differ_without_near_tie": sum(not hit.agrees(miss) for hit, miss in pairs),
+    }
+
+
+def first_token_s(leader: Leader, prompts: Sequence[list[int]]) -> tuple[float, int]:
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    replies = run_wave(leader, [(prompt, {"max_tokens": 1, "ignore_eos": True}) for prompt in prompts])
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin_s, sum(reply.cached_tokens for reply in replies)
+
+
+def speed(leader: Leader) -> dict[str, Any]:
+    vocab, noise = leader.rank.made.model.vocab_size, random.Random(0)
+    figures: dict[str, Any] = {"snapshot_rows": leader.rank.budget.snapshot_rows}
+
+    def words(count: int) -> list[int]:
+        return [noise.randrange(1000, vocab // 2) for _ in range(count)]
+
+    first_token_s(leader, [words(3000)])
+    for length in (1000, 8000, 30000):
+        shared = words(length)
+        miss_s, none = first_token_s(leader, [shared + words(8)])
+        first_token_s(leader, [shared + words(8)])  # finds where the two part, and keeps that
+        hit_s, cached = min(first_token_s(leader, [shared + words(8)]) for _ in range(3))
+        many_s, cached_many = first_token_s(leader, [shared + words(8) for _ in range(16)])
+        figures[f"{length}"] = {
+            "miss_s": miss_s, "hit_s": hit_s, "hits_of_16_s": many_s,
+            "cached": [none, cached, cached_many],
+        }  # fmt: skip
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("answers", "speed"))
+    parser.add_argument("--model", default=str(evaluation.miniature()))
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    environment = rank_environment()
+    assert environment is not None
+    made_up: Mapping[str, Any] = {"load_format": "dummy"} if options.what == "speed" else {"max_model_len": 1024}
+    config = ServeConfig(model=options.model, ranks=environment.world, dtype=options.dtype, **made_up)
+    rank = build_rank(config, environment)
+    if environment.rank:
+        rank.runner.follow()
+        return
+    leader = Leader(rank, config)
+    figures = answers(leader) if options.what == "answers" else speed(leader)
+    leader.stop()
+    options.out.write_text(json.dumps(figures, indent=2))
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
