@@ -21,7 +21,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 2), (3, 16, 8), (4, 5, 5), (6, 9, 2), (0, 9, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 2), (1, 16, 8), (1, 5, 5), (18, 9, 2), (0, 9, 2)])
 @pytest.mark.parametrize("with_added", [True, False])
 def test_norm_route(tokens, experts, top_k, with_added, device):
     router = make_weight((experts + 1, 72), "fp32", 1, str(device))
@@ -42,12 +42,13 @@ def test_norm_route(tokens, experts, top_k, with_added, device):
 def test_equal_and_broken_logits(device):
     """A router of zeros: all are equal, the lowest ids are chosen. One of NaN: ids stay in range."""
     router = make_weight((9, 16), "fp32", 1, str(device))
-    arrivals, residual = torch.zeros(1, dtype=torch.int32, device=device), randn(2, 16).to(device)
+    arrivals, residual = torch.zeros(1, dtype=torch.int32, device=device), randn(1, 16).to(device)
+    none = torch.zeros(1, 16, device=device)
     for filling, ids in ((0.0, [0, 1, 2]), (-0.0, [0, 1, 2]), (float("nan"), None)):
         router.plain.fill_(filling)
-        got = fast.norm_route(None, residual, torch.zeros(16, device=device), EPS, [router], 3, arrivals)[3]
+        got = fast.norm_route(none, residual, torch.zeros(16, device=device), EPS, [router], 3, arrivals)[3]
         assert ((got >= 0) & (got < 8)).all()
-        assert ids is None or got.tolist() == [ids, ids]
+        assert ids is None or got.tolist() == [ids]
 
 
 @pytest.mark.parametrize("form", ["fp32", "fp8_block_f32", "nvfp4"])
