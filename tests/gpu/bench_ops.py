@@ -219,10 +219,9 @@ def sweep(form: str) -> None:
     """Times of configurations: of the streaming kernel for one token, of the tiled one for 4 and 16."""
     streams = [linear.Stream(R, C, 4) for R in (1, 2, 4, 8) for C in (64, 128, 256)]
     tiles = [(BO, BK) for BO in (16, 32, 64) for BK in (64, 128, 256, 512)]
-    for tokens, name, choices in ((1, "normed_config", streams), (1, "stream_config", streams), (4, "_tile", tiles),
-                                  (16, "_tile", tiles)):  # fmt: skip
+    for tokens, name, choices in ((1, "normed_config", streams), (4, "tile_config", tiles), (16, "tile_config", tiles)):
         for bench in bench_linears(form, tokens, False):
-            if (bench.name == "out") == (name == "normed_config"):
+            if bench.name == "out" or (bench.name == "attn in" and tokens > 1):
                 continue
             found = []
             for choice in choices:

@@ -29,11 +29,11 @@ def conv_of(tokens: int, channels: int, queries: list[int], device: torch.device
     return Conv(randn(channels, 4, seed=1).to(device), state, seqs)
 
 
-@pytest.mark.parametrize("form", ["fp16", "bf16", "fp8_block_f32", "fp8_channel", "nvfp4", "nvfp4_row"])
+@pytest.mark.parametrize("form", ["bf16", "fp8_block_f32", "nvfp4_row"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.usefixtures("poison")
 def test_formats(form, tokens, device):
-    first, second = make_weight((37, 128), form, 1, str(device)), make_weight((20, 128), "fp32", 2, str(device))
+    first, second = make_weight((21, 128), form, 1, str(device)), make_weight((6, 128), "fp32", 2, str(device))
     added, residual, norm = randn(tokens, 128).to(device), randn(tokens, 128, seed=1).to(device), randn(128).to(device)
     arguments = (added, residual, norm * 0.1, EPS, [first, second, first], [None, torch.float32, None])
     expected, total = reference.norm_linears(*arguments)
@@ -43,10 +43,10 @@ def test_formats(form, tokens, device):
         for a, b in zip(got, expected, strict=True):
             assert a.dtype == b.dtype
             assert a.shape == b.shape
-            assert relative(a, b) < (1e-2 if form in ("fp16", "bf16") and tokens > 1 else 1e-5)
+            assert relative(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 11])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 11])
 @pytest.mark.parametrize(("columns", "with_added"), [(24, True), (200, False)])
 @pytest.mark.usefixtures("poison")
 def test_tokens_and_odd_sizes_with_convolution(tokens, columns, with_added, device):
@@ -90,9 +90,28 @@ def test_types_of_activations(device):
     """Residuals in fp32, activations in bf16: results in bf16 or fp32 as asked for."""
     weights = [make_weight((40, 96), form, 1, str(device)) for form in ("bf16", "fp32")]
     norm = (randn(96) * 0.1).bfloat16().to(device)
-    for tokens in (1, 4, 9):
+    for tokens in (1, 9):
         added, residual = randn(tokens, 96).to(device), randn(tokens, 96, seed=1).to(device)
         expected, _ = reference.norm_linears(added, residual, norm, EPS, weights, [None, torch.float32])
         got, _ = fast.norm_linears(added, residual, norm, EPS, weights, [None, torch.float32])
         assert [a.dtype for a in got] == [torch.bfloat16, torch.float32]
         assert all(relative(a, b) < 1e-2 for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.usefixtures("poison")
+def test_few_rows_for_many_tokens(device):
+    """More tokens than one program takes."""
+    weights, x = [make_weight((19, 64), "fp32", 1, str(device))], randn(37, 64).to(device)
+    (expected,), (got,) = reference.linears(x, weights, [None]), fast.linears(x, weights, [None])
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.usefixtures("poison")
+def test_without_a_norm(tokens, device, monkeypatch):
+    """What overlapping launches take for one token too."""
+    monkeypatch.setattr(fast, "launch", lambda _: {"PDL": False})
+    weights, x = [make_weight((19, 72), "fp32", n, str(device)) for n in (1, 2)], randn(tokens, 72).to(device)
+    expected = reference.linears(x, weights, [None, None])
+    for a, b in zip(fast.linears(x, weights, [None, None], pdl=True), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)

@@ -21,7 +21,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 2), (3, 16, 8), (4, 5, 5), (6, 9, 2), (0, 9, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 2), (1, 16, 8), (1, 5, 5), (18, 9, 2), (0, 9, 2)])
 @pytest.mark.parametrize("with_added", [True, False])
 def test_norm_route(tokens, experts, top_k, with_added, device):
     router = make_weight((experts + 1, 72), "fp32", 1, str(device))
@@ -42,24 +42,26 @@ def test_norm_route(tokens, experts, top_k, with_added, device):
 def test_equal_and_broken_logits(device):
     """A router of zeros: all are equal, the lowest ids are chosen. One of NaN: ids stay in range."""
     router = make_weight((9, 16), "fp32", 1, str(device))
-    arrivals, residual = torch.zeros(1, dtype=torch.int32, device=device), randn(2, 16).to(device)
+    arrivals, residual = torch.zeros(1, dtype=torch.int32, device=device), randn(1, 16).to(device)
+    none = torch.zeros(1, 16, device=device)
     for filling, ids in ((0.0, [0, 1, 2]), (-0.0, [0, 1, 2]), (float("nan"), None)):
         router.plain.fill_(filling)
-        got = fast.norm_route(None, residual, torch.zeros(16, device=device), EPS, [router], 3, arrivals)[3]
+        got = fast.norm_route(none, residual, torch.zeros(16, device=device), EPS, [router], 3, arrivals)[3]
         assert ((got >= 0) & (got < 8)).all()
-        assert ids is None or got.tolist() == [ids, ids]
+        assert ids is None or got.tolist() == [ids]
 
 
-@pytest.mark.parametrize("form", ["fp32", "fp8_block_f32", "nvfp4"])
-@pytest.mark.parametrize("tokens", [1, 3, 6])
+@pytest.mark.parametrize(
+    ("form", "tokens"), [("fp32", 1), ("fp8_block_f32", 1), ("nvfp4", 1), ("fp32", 3), ("nvfp4", 6)]
+)
 def test_moe_shared(form, tokens, device):
     """The shared expert in the experts' format and in another one, wider than they are."""
-    up, down = make_weight((5, 96, 64), form, 1, str(device)), make_weight((5, 64, 48), form, 2, str(device))
-    x, gate = randn(tokens, 64).to(device), randn(tokens, 3).to(device)[:, 2:]
+    up, down = make_weight((5, 32, 32), form, 1, str(device)), make_weight((5, 32, 16), form, 2, str(device))
+    x, gate = randn(tokens, 32).to(device), randn(tokens, 3).to(device)[:, 2:]
     ids = torch.tensor([[0, 4, 2], [1, 2, 3], [4, 3, 0]] * 2, dtype=torch.int32, device=device)[:tokens]
     weights = torch.rand(6, 3, generator=torch.Generator().manual_seed(1)).to(device)[:tokens]
-    others = [make_weight((160, 64), "fp32", 3, str(device))], [make_weight((64, 80), "fp32", 4, str(device))]
-    alike = [make_weight((96, 64), form, 3, str(device))], [make_weight((64, 48), form, 4, str(device))]
+    others = [make_weight((56, 32), "fp32", 3, str(device))], [make_weight((32, 28), "fp32", 4, str(device))]
+    alike = [make_weight((32, 32), form, 3, str(device))], [make_weight((32, 16), form, 4, str(device))]
     for shared_up, shared_down in (others, alike):
         arguments = (x, up, down, ids, weights, shared_up, shared_down, gate)
         expected = reference.moe_shared(*arguments)

@@ -122,9 +122,10 @@ class Model:
         features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
         """
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
-        residual_TH, added_TH = self.comm.all_reduce(self.embedding(tokens_T)), None
+        added_TH = self.comm.all_reduce(self.embedding(tokens_T))
+        residual_TH = torch.zeros_like(added_TH)
         if features_FH is not None and feature_rows_F is not None:
-            residual_TH[feature_rows_F] = features_FH.float()
+            added_TH[feature_rows_F] = features_FH.float()
         for layer, cache in zip(self.layers, caches, strict=True):
             mixed_TH, residual_TH = layer.mix(added_TH, residual_TH, cos_TR, sin_TR, seqs, cache)
             mixed_TH = self.comm.all_reduce(mixed_TH)

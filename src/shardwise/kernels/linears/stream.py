@@ -1,4 +1,4 @@
-"""The kernel of several linears for a few tokens, and the parts of it that other kernels share.
+"""The kernel of several linears for one token, and the parts of it that other kernels share.
 
 The norm is folded in: sums are taken of weight * (1 + norm) * x, and of x * x, so that the norm's factor, which is
 known last, goes onto the results. Programs of their own write what others do not need: nobody reads it in this launch.
@@ -53,10 +53,10 @@ def normed_sums(
 
 @triton.jit
 def convolved(
-    y_TR, o_R, ok_TR, conv, state, context, rows, tokens, ROW: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr
+    y_TR, t_T, o_R, ok_TR, conv, state, context, rows, tokens, ROW: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr
 ):
     """silu of the convolution of the last inputs and y, one token of each of T sequences; the state moves on."""
-    t_T, k_K = tl.arange(0, y_TR.shape[0]), tl.arange(0, WINDOW)
+    k_K = tl.arange(0, WINDOW)
     row_T = tl.load(rows + t_T, mask=t_T < tokens, other=0).to(tl.int64)
     carried_T = tl.load(context + t_T, mask=t_T < tokens, other=0) > 0
     at = ((row_T * ROW)[:, None] + o_R[None, :])[:, :, None] * (K - 1) + k_K[None, None, :]
@@ -95,11 +95,11 @@ def _part(
     y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, NORM, ADD)
     if TAPS > 0:
         rounded_TR = y_TR.to(out.dtype.element_ty).to(tl.float32)
-        y_TR = convolved(rounded_TR, o_R, ok_TR, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
+        y_TR = convolved(rounded_TR, t_T, o_R, ok_TR, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
     tl.store(out + (t_T * W[ROWS])[:, None] + o_R[None, :], y_TR.to(out.dtype.element_ty), mask=ok_TR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm_linears_kernel(
     x, added, norm, total, tokens, eps, conv, state, context, rows, value0, fine0, coarse0, out0, value1, fine1,
     coarse1, out1, value2, fine2, coarse2, out2, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,

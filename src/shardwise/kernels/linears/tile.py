@@ -1,7 +1,7 @@
-"""The kernel of several linears for some tokens, by matrix units: few rows a program, many columns under way.
+"""The kernel of several linears for 2 to some 16 tokens, by matrix units: few rows a program, many columns under way.
 
 What limits these sizes is the weights' way from memory, so the tiles are flat: with 16 tokens the matrix units idle,
-but each program has several steps of many columns in flight. The norm is folded in as in stream.py.
+but each program has several steps of many columns in flight. A norm folded in as in stream.py is three times slower.
 Legend: T tokens, K columns, O rows of a program.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
@@ -24,33 +24,25 @@ from shardwise.kernels.linear.tiles import (
     scale_at,
     weight_tile,
 )
-from shardwise.kernels.linears.stream import convolved, summed, write_total
+from shardwise.kernels.linears.stream import convolved
 from shardwise.kernels.overlap import after_previous
 
 
 @triton.jit
 def _tile_part(
-    x, added, norm, value, fine, coarse, out, program, tokens, eps, conv, state, context, rows, W: tl.constexpr,
-    BT: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, TAPS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    x, value, fine, coarse, out, program, tokens, conv, state, context, rows, W: tl.constexpr, BT: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = W[COLUMNS]
     PER_STEP: tl.constexpr = W[FINE] > 0 and W[FINE] % BK == 0
-    o_O, t_T = program * BO + tl.arange(0, BO), tl.arange(0, BT)
+    o_O, t_T = program * BO + tl.arange(0, BO), tl.program_id(1) * BT + tl.arange(0, BT)
     ok_O, ok_T, e = o_O < W[ROWS], t_T < tokens, program * 0
     acc_OT = tl.zeros((BO, BT), tl.float32)
-    squares_T = tl.zeros((BT,), tl.float32)
     for k0 in range(0, K, BK):
         k_K = k0 + tl.arange(0, BK)
         mask = ok_T[None, :] & (k_K < K)[:, None]
         at = (t_T * K)[None, :] + k_K[:, None]
-        if NORM:
-            x_KT = summed(x, added, at, mask, ADD)
-            squares_T += tl.sum(x_KT * x_KT, 0)
-            factor_K = 1.0 + tl.load(norm + k_K, mask=k_K < K, other=0).to(tl.float32)
-            x_KT = (x_KT * factor_K[:, None]).to(norm.dtype.element_ty)
-        else:
-            x_KT = tl.load(x + at, mask=mask, other=0)
+        x_KT = tl.load(x + at, mask=mask, other=0)
         w_OK = weight_tile(value, fine, e, o_O, ok_O, k0, BK, W[FINE] > 0 and not PER_STEP, x_KT.dtype, W)
         if PER_STEP:
             scale_at_O = fine + fine_row(e, o_O, W) + k0 // W[FINE]
@@ -61,41 +53,36 @@ def _tile_part(
     if W[KIND] >= FP4:
         acc_OT *= 128.0
     y_OT = acc_OT * coarse_scale(coarse, e, o_O, ok_O, W)[:, None]
-    if NORM:
-        y_OT *= tl.rsqrt(squares_T / K + eps)[None, :]
     if TAPS > 0:
         rounded_TO = tl.trans(y_OT.to(out.dtype.element_ty).to(tl.float32))
         ok_TO = ok_T[:, None] & ok_O[None, :]
-        y_OT = tl.trans(convolved(rounded_TO, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW))
+        y_OT = tl.trans(
+            convolved(rounded_TO, t_T, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
+        )
     at = (t_T * W[ROWS])[None, :] + o_O[:, None]
     tl.store(out + at, y_OT.to(out.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def tile_linears_kernel(
-    x, added, norm, total, tokens, eps, conv, state, context, rows, value0, fine0, coarse0, out0, value1, fine1,
-    coarse1, out1, value2, fine2, coarse2, out2, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    T: tl.constexpr, R0: tl.constexpr, C0: tl.constexpr, R1: tl.constexpr, C1: tl.constexpr, R2: tl.constexpr,
-    C2: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, tokens, conv, state, context, rows, value0, fine0, coarse0, out0, value1, fine1, coarse1, out1, value2, fine2,
+    coarse2, out2, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, T: tl.constexpr, R0: tl.constexpr,
+    C0: tl.constexpr, R1: tl.constexpr, C1: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr, TAPS: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """R rows of one of up to three weights (R1, R2: 0 without), C columns a step, for up to T tokens."""
+    """R rows of one of up to three weights (R1, R2: 0 without), C columns a step, for T tokens."""
     after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
     N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0
-    N2: tl.constexpr = (W2[ROWS] + R2 - 1) // R2 if R2 > 0 else 0
     if program < N0:
-        _tile_part(x, added, norm, value0, fine0, coarse0, out0, program, tokens, eps, conv, state, context, rows, W0,
-                   T, R0, C0, NORM, ADD, TAPS, WINDOW)  # fmt: skip
+        _tile_part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, T, R0, C0, TAPS,
+                   WINDOW)  # fmt: skip
     if R1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
-            _tile_part(x, added, norm, value1, fine1, coarse1, out1, program - N0, tokens, eps, conv, state, context,
-                       rows, W1, T, R1, C1, NORM, ADD, 0, WINDOW)  # fmt: skip
+            _tile_part(x, value1, fine1, coarse1, out1, program - N0, tokens, conv, state, context, rows, W1, T, R1, C1,
+                       0, WINDOW)  # fmt: skip
     if R2 > 0:  # noqa: SIM102
-        if (program >= N0 + N1) & (program < N0 + N1 + N2):
-            _tile_part(x, added, norm, value2, fine2, coarse2, out2, program - N0 - N1, tokens, eps, conv, state,
-                       context, rows, W2, T, R2, C2, NORM, ADD, 0, WINDOW)  # fmt: skip
-    if ADD:  # noqa: SIM102
-        if program == N0 + N1 + N2:
-            write_total(x, added, total, tokens, W0[COLUMNS], BLOCK)
+        if program >= N0 + N1:
+            _tile_part(x, value2, fine2, coarse2, out2, program - N0 - N1, tokens, conv, state, context, rows, W2, T,
+                       R2, C2, 0, WINDOW)  # fmt: skip

@@ -51,7 +51,7 @@ def choose_experts(
     tl.store(ids + at, id_TK, mask=ok_TK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm_route_kernel(
     x, added, norm, total, normed, value, fine, coarse, logits, weights, ids, arrivals, tokens, eps, experts,
     W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, ADD: tl.constexpr,
@@ -107,7 +107,7 @@ def _gated(
     tl.store(act + i_R, mixed.to(act.dtype.element_ty), mask=i_R < I)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gate_up_kernel(
     x, act, shared_act, ids, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens,
     TOP_K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, WS: tl.constexpr,
@@ -129,7 +129,7 @@ def gate_up_kernel(
             _gated(x_row, act_row, shared_value, shared_fine, shared_coarse, tile * 0, tile, WS, RS, CS, VS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def down_kernel(
     act, shared_act, ids, weights, gate, gate_stride, out, value, fine, coarse, shared_value, shared_fine,
     shared_coarse, TOP_K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -166,7 +166,7 @@ def down_kernel(
     tl.store(out + row * W[ROWS] + o_1R, y_1R + tl.sum(y_KR, 0)[None, :], mask=ok_1R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def gated_add_kernel(routed, shared, gate, gate_stride, hidden, BLOCK: tl.constexpr):
     """routed += sigmoid(gate) * shared, in place."""
     row = tl.program_id(0).to(tl.int64)

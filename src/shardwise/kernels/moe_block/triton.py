@@ -41,8 +41,8 @@ def norm_route(
 ) -> Routed:
     """As the reference. target: the device's, if None; pdl: see overlap.py."""
     tokens, hidden = residual_TH.shape
-    few = 0 < tokens <= STREAM_TOKENS and hidden <= NORM_WIDTH
-    if not few or arrivals is None or len(routers) > 1 or top_k < 1:
+    fused = tokens == 1 and hidden <= NORM_WIDTH and added_TH is not None
+    if not fused or arrivals is None or len(routers) > 1 or top_k < 1:
         if added_TH is None:
             x_TH = rms_norm(residual_TH, norm_H, eps)
         else:
@@ -53,26 +53,25 @@ def norm_route(
         return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
     target = target or target_of(residual_TH.device)
     of, device = operand(routers[0], target.native_fp8), residual_TH.device
-    residual_TH = residual_TH.contiguous()
-    added_TH = None if added_TH is None else added_TH.contiguous()
-    total_TH = residual_TH if added_TH is None else torch.empty_like(residual_TH)
+    residual_TH, added_TH = residual_TH.contiguous(), added_TH.contiguous()
+    total_TH = torch.empty_like(residual_TH)
     x_TH = torch.empty((tokens, hidden), dtype=norm_H.dtype, device=device)
     logits_TE1 = torch.empty((tokens, of.layout[2]), dtype=torch.float32, device=device)
     weights_Tk = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     ids_Tk = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    constexprs = _route_constants(of, tokens, added_TH is not None, top_k)
+    constexprs = _route_constants(of, top_k)
     norm_route_kernel[(triton.cdiv(of.layout[2], constexprs["R"]) + tokens,)](
-        residual_TH, residual_TH if added_TH is None else added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
+        residual_TH, added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
         weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=4,
         **launch(pdl),
     )  # fmt: skip
     return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
 
 
-def _route_constants(of: Operand, tokens: int, added: bool, top_k: int) -> dict[str, Any]:
-    chosen = normed_config(of, tokens)
+def _route_constants(of: Operand, top_k: int) -> dict[str, Any]:
+    chosen = normed_config(of, 1)
     return {
-        "W": of.layout, "T": power_of_two(tokens), "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": added,
+        "W": of.layout, "T": 1, "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": True,
         "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
         "BLOCK": power_of_two(of.layout[3]),
     }  # fmt: skip
@@ -165,10 +164,9 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     types = dict.fromkeys(("x", "added", "total", "logits", "weights", "gate", "out", "routed", "shared"), "*fp32")
     types |= {"ids": "*i32", "arrivals": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
     router = case(257, 2048, "bf16", native_fp8)
-    for tokens in (1, 4):
-        constexprs = _route_constants(router.of, tokens, True, 8) | {"PDL": False}
-        signed = signature(norm_route_kernel, constexprs, types | router.types)
-        yield CompileCase(norm_route_kernel, signed, constexprs, 4, 1)
+    constexprs = _route_constants(router.of, 8) | {"PDL": False}
+    signed = signature(norm_route_kernel, constexprs, types | router.types)
+    yield CompileCase(norm_route_kernel, signed, constexprs, 4, 1)
     types |= {"x": "*bf16", "act": "*bf16", "shared_act": "*bf16"}
     plain = case(1024, 2048, "bf16", native_fp8), case(2048, 512, "bf16", native_fp8)
     for up, down in banks(native_fp8):
