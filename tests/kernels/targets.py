@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 import shardwise.kernels
+from shardwise.engine.processes import die_with_parent
 from shardwise.kernels.cases import CompileCase
 
 LARGEST_TILE = 256  # elements; what is longer is the size of a weight
@@ -153,7 +154,7 @@ def compile_job(module: str, index: int) -> Compiled:
 def main(names: Sequence[str]) -> None:
     """All jobs of the modules, on all cores; workers are forked, so that they have the modules already."""
     todo = [(name, index) for name in names for index in range(len(jobs(name)))]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), die_with_parent, (os.getpid(),)) as pool:
         done = list(pool.map(compile_job, *zip(*todo, strict=True), chunksize=4))
     found = [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
     json.dump(found, sys.stdout)
