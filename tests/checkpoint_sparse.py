@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.encode import Planned
@@ -49,7 +50,9 @@ def write(geometry: Path, layout: Layout | None, out: Path) -> Path:
         return out
     made = list(jobs(source, source.names, RECIPES[layout]))
     scales = kv_scale_tensors(source.names, RECIPES[layout])
-    TensorWriter(out, [*(tensor for job in made for tensor in job.tensors), *scales], 1 << 40)
+    writer = TensorWriter(out, [*(tensor for job in made for tensor in job.tensors), *scales], 1 << 40)
+    for scale in scales:  # looked at by the blueprint
+        writer.write(scale.name, torch.ones(1))
     write_configs(made, raw, layout, out)
     return out
 
