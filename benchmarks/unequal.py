@@ -3,8 +3,8 @@
     OUT=results python -m benchmarks.unequal            # two GPUs; some four minutes
 
 It starts torch's elastic launcher for each configuration (`python -m benchmarks.unequal one ...` is a rank), writes
-$OUT/unequal.json and prints one table last. A slower rank is made by running every weight-reading kernel (`linear` and
-`moe` of its table of operations) several times over: reading k times the bytes is reading at a k-th of the speed. Both
+$OUT/unequal.json and prints one table last. A slower rank is made by running every weight-reading operation (linears and
+experts of its table, see `slowed`) several times over: reading k times the bytes is reading at a k-th of the speed. Both
 ranks repeat `base` times, which takes the H200 to the speed of a common card, where bytes count for more than launches.
 """
 
@@ -69,8 +69,9 @@ def repeated(op: Callable[..., torch.Tensor], times: int) -> Callable[..., torch
 
 
 def slowed(ops: Ops, times: int) -> Ops:
-    """A table whose weight-reading operations run `times` times."""
-    return replace(ops, linear=repeated(ops.linear, times), moe=repeated(ops.moe, times)) if times > 1 else ops
+    """A table whose weight-reading operations run `times` times; states move on too often, so only speed counts."""
+    names = ("linear", "linears", "norm_linears", "norm_route", "moe", "moe_shared")
+    return replace(ops, **{name: repeated(getattr(ops, name), times) for name in names}) if times > 1 else ops
 
 
 def geometry(folder: Path, layers: int) -> Path:

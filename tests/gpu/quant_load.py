@@ -74,11 +74,10 @@ def main() -> None:
         "held_bytes": held_bytes, "planned_bytes": planned_bytes, "read_bytes": made.source and made.source.bytes_read,
     }  # fmt: skip
     args.out.with_suffix(f".{env.rank}.json").write_text(json.dumps(result))
-    print(
-        f"{args.folder.name:24} rank {env.rank} of {env.world} {args.ratio:4} {'cold' if args.cold else 'warm'}: held "
-        f"{held_bytes / 2**30:.3f} GiB, planned {planned_bytes / 2**30:.3f}, headers {headers_s:.1f} s, load {load_s:.1f} s",
-        flush=True,
-    )
+    held, planned = (f"{size / 2**30:.3f} GiB" for size in (held_bytes, planned_bytes))
+    how = f"rank {env.rank} of {env.world} {args.ratio:4} {'cold' if args.cold else 'warm'}"
+    times = f"headers {headers_s:.1f} s, load {load_s:.1f} s"
+    print(f"{args.folder.name:24} {how}: held {held}, planned {planned}, {times}", flush=True)
     assert abs(held_bytes - planned_bytes) <= TOLERANCE * planned_bytes, "not what was planned"
 
 

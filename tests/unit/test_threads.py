@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from shardwise.config import RankEnvironment, launcher_environment, rank_threads
+from shardwise.config import RankEnvironment, ServeConfig, launcher_environment, rank_threads
 from shardwise.engine.build import place
 
 
@@ -22,5 +22,5 @@ def test_ranks_share_all_cores_but_one(cores: int, ranks: int, threads: int, mon
 def test_a_rank_keeps_the_fewer_threads_that_the_user_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert torch.get_num_threads() == 1, "see conftest.py"
-    assert place(RankEnvironment(0, 1, 0, 1, 0), "cpu").type == "cpu"
+    assert place(ServeConfig(model="m"), RankEnvironment(0, 1, 0, 1, 0), "cpu").type == "cpu"
     assert torch.get_num_threads() == 1

@@ -68,7 +68,9 @@ class Blueprint:
 
 
 def device_kind(serve: ServeConfig) -> str:
-    """What ranks run on here: "cpu" or "cuda"."""
+    """What ranks run on here: "cpu" or "cuda". Raises ConfigError for a GPU that is not here."""
+    if serve.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu, or a GPU build of torch")
     return ("cuda" if torch.cuda.is_available() else "cpu") if serve.device == "auto" else serve.device
 
 
@@ -80,8 +82,6 @@ def blueprint(serve: ServeConfig, planned_for: str = "") -> Blueprint:
     folder = Path(serve.model)
     model = load_model_config(folder)
     device_type = planned_for or device_kind(serve)
-    if not planned_for and device_type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu, or a GPU build of torch")
     chosen = ("float32" if device_type == "cpu" else model.dtype) if serve.dtype == "auto" else serve.dtype
     if chosen not in DTYPE_NAMES:
         raise ConfigError(f"config.json: dtype is {chosen!r}; give --dtype, one of {', '.join(DTYPE_NAMES)}")
