@@ -3,8 +3,8 @@
     OUT=results python -m benchmarks.unequal            # two GPUs; some four minutes
 
 It starts torch's elastic launcher for each configuration (`python -m benchmarks.unequal one ...` is a rank), writes
-$OUT/unequal.json and prints one table last. A slower rank is made by running every weight-reading operation (linears and
-experts of its table, see `slowed`) several times over: reading k times the bytes is reading at a k-th of the speed. Both
+$OUT/unequal.json and prints one table last. A slower rank is made by running every operation that reads weights (see
+`slowed`) several times over: reading k times the bytes is reading at a k-th of the speed. Both
 ranks repeat `base` times, which takes the H200 to the speed of a common card, where bytes count for more than launches.
 """
 

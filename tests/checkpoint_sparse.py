@@ -51,13 +51,8 @@ def write(geometry: Path, layout: Layout | None, out: Path) -> Path:
     made = list(jobs(source, source.names, RECIPES[layout]))
     scales = kv_scale_tensors(source.names, RECIPES[layout])
     writer = TensorWriter(out, [*(tensor for job in made for tensor in job.tensors), *scales], 1 << 40)
-<<<<<<< HEAD
     for scale in scales:  # these are read before anything is planned
         writer.write(scale.name, torch.ones(scale.shape))
-=======
-    for scale in scales:  # looked at by the blueprint
-        writer.write(scale.name, torch.ones(1))
->>>>>>> quant
     write_configs(made, raw, layout, out)
     return out
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
