@@ -32,7 +32,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_compile_for_every_card(module: str, compiled: list[dict[str, Any]]) -> None:
     ours = [each for each in compiled if each["module"] == module]

@@ -71,7 +71,11 @@ def machine_of(serve: ServeConfig, kind: str, hardware: Hardware) -> Machine | N
         return given
     if given and not serve.gpu:
         return replace(given, devices=tuple(replace(one, index=n) for n, one in enumerate(given.devices)))
-    chosen = select(serve.gpu or [str(index) for index in range(count)], hardware.listed())
+    there = hardware.listed()
+    if not serve.gpu and len(there) < count:
+        way_out = f"use --tp {len(there)} or less, or --device cpu" if there else "use --device cpu, or plan --gpu-spec"
+        raise ConfigError(f"--device cuda: {count} ranks, and this machine has {len(there) or 'no'} GPUs; {way_out}")
+    chosen = select(serve.gpu or [str(index) for index in range(count)], there)
     refuse_busy(chosen)
     if given:
         pairs = zip(given.devices, chosen, strict=True)
