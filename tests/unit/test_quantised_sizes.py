@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.checkpoint.recipes import RECIPES
 from shardwise.cli import main
+from shardwise.commands.plan import weights_by_class
 from shardwise.config import ServeConfig
 from shardwise.engine.build import Blueprint, blueprint
 from shardwise.parallel.balance import partitions
@@ -80,27 +81,33 @@ def test_banks_and_bytes_of_every_rank(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_plan_tells_the_sizes_of_the_family(
-    layout: str, made: Mapping[str, tuple[Path, Blueprint]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_tells_the_sizes_of_the_family(layout: str, made: Mapping[str, tuple[Path, Blueprint]]) -> None:
     """At every split the plan of a rank is the sum of its local tensors; at one rank experts have their known sizes."""
-    folder, one = made[layout]
+    _, one = made[layout]
     for ranks, ratio in SPLITS:
         cut = partitions({**one.specs, **one.caches.page, **one.caches.row}, ranks, ratio)
-        weights = ",".join(f"{weight:g}" for weight in ratio or (1,) * ranks)
-        flags = ["--device", "cpu", "--dtype", "bfloat16", "--ratio", weights, "--memory", "200GiB", "--json"]
-        assert main(["plan", str(folder), "--tp", str(ranks), *flags]) == 0
-        plan = json.loads(capsys.readouterr().out)
-        for rank, held in enumerate(plan["each"]):
+        for rank in range(ranks):
+            held = weights_by_class(one.specs, cut, rank)
             parts = [part for spec in one.specs.values() for part in local(spec, cut, rank)]
-            expected = sum(prod(part.shape) * part.stored.bits // 8 for part in parts)
-            assert held["total_weights_bytes"] == sum(held["weights_bytes"].values()) == expected
+            assert sum(held.values()) == sum(prod(part.shape) * part.stored.bits // 8 for part in parts)
         if ranks == 1:
-            experts = plan["each"][0]["weights_bytes"]["experts"]
+            experts = weights_by_class(one.specs, cut, 0)["experts"]
             assert experts == LAYERS * EXPERTS * EXPERT_BYTES[layout]
             assert experts / 2**30 == pytest.approx({"bf16": 60.0, "fp8": 30.0}.get(layout, 16.88), abs=0.01)
             asks = layout in ("nvfp4", "mixed")  # for an FP8 cache, in hf_quant_config.json or kv_cache_scheme
-            assert plan["each"][0]["kv_token_bytes"] == (10_240 if asks else 20_480)
+            assert one.caches.page_bytes(cut, 0) == ServeConfig(model="").page_tokens * (10_240 if asks else 20_480)
+
+
+def test_the_command_prints_that_plan(
+    made: Mapping[str, tuple[Path, Blueprint]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, one = made["fp8"]
+    flags = ["--tp", "3", "--device", "cpu", "--dtype", "bfloat16", "--memory", "200GiB", "--json"]
+    assert main(["plan", str(folder), *flags]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    cut = partitions({**one.specs, **one.caches.page, **one.caches.row}, 3)
+    for rank, held in enumerate(plan["each"]):
+        assert held["total_weights_bytes"] == sum(local_bytes(spec, cut, rank) for spec in one.specs.values())
 
 
 def test_a_flag_halves_the_bytes_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
