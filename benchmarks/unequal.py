@@ -277,7 +277,8 @@ def table(results: Mapping[str, dict[str, Any]], machine: Machine, folder: Path)
         default=9.0,
     )
     tokens = [found.get("tokens") for name, found in results.items() if name.startswith("answers")]
-    verdicts["memory_error"], verdicts["tokens_equal"] = worst, bool(tokens) and bool(tokens[0]) and all(t == tokens[0] for t in tokens)
+    verdicts["memory_error"] = worst
+    verdicts["tokens_equal"] = any(tokens) and all(each == tokens[0] for each in tokens)
     lines.append(f"memory of a rank against the plan: {worst:.2%} off at most (2 % asked)")
     if tokens:
         lines.append(f"tokens of even, 5:3 and 3:1 are {'equal' if verdicts['tokens_equal'] else 'DIFFERENT'}")

@@ -21,7 +21,8 @@ from shardwise.config import load_vision_config, rank_environment
 from shardwise.kernels.ops import select
 from shardwise.models.vision import Picture, Tower, declare
 from shardwise.parallel.balance import partitions
-from shardwise.parallel.comm import Alone, connect
+from shardwise.parallel.comm import Alone
+from shardwise.parallel.connect import connect
 from shardwise.parallel.context import RankContext
 
 GEOMETRY = Path(__file__).parent / "geometry" / "qwen3.6-35b-a3b"

@@ -11,6 +11,7 @@ from shardwise.config import ConfigError
 from shardwise.parallel import probe
 from shardwise.parallel.devices import (
     REACHED,
+    UNKNOWN,
     Device,
     Link,
     Machine,
@@ -116,6 +117,12 @@ def test_machines_know_what_they_are():
     assert Machine((HERE[0], HERE[0])).doubled
     assert not Machine(HERE).doubled
     assert not Machine(tuple(replace(device, index=None) for device in HERE)).doubled
+
+
+def test_what_a_probe_says_arrives_as_it_was():
+    """Speeds that are not known, too: they are infinite, which JSON cannot say."""
+    report = probe.Report([Device("card", 24 << 30, UNKNOWN, UNKNOWN, index=1), Device("other", 1 << 30, 9e11, 7e13)])
+    assert probe.decoded(probe.encoded(report)) == report
 
 
 def test_a_probe_without_gpus_finds_none_and_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch):

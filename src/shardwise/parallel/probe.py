@@ -36,6 +36,16 @@ class Report(msgspec.Struct):
     link: Link | None = None
 
 
+def encoded(report: Report) -> str:
+    """`report` as one line of text. msgpack, since JSON has no infinity: an unknown speed would come back as null."""
+    return msgspec.msgpack.encode(report).hex()
+
+
+def decoded(line: str) -> Report:
+    """Raises ValueError for what is no report."""
+    return msgspec.msgpack.decode(bytes.fromhex(line), type=Report)
+
+
 def ask(indices: Sequence[int] = ()) -> Report:
     """The GPUs of this machine, those of `indices` measured. Raises ProbeError if they cannot be asked."""
     command = [sys.executable, "-m", "shardwise.parallel.probe", *map(str, indices)]
@@ -43,11 +53,11 @@ def ask(indices: Sequence[int] = ()) -> Report:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=launcher_environment(1), check=False
         )
-        return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Report)
+        return decoded(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise ProbeError(f"the GPUs did not answer a probe in {CHILD_SECONDS:.0f} s; give --gpu-spec") from None
-    except (IndexError, msgspec.DecodeError):
-        cause = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    except (IndexError, ValueError):  # msgspec's errors are of these
+        cause = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}, not a report on stdout"])[-1]
         raise ProbeError(f"the GPUs could not be probed: {cause}; give --gpu-spec or --device-profile") from None
 
 
@@ -161,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         except RuntimeError:
             between = None  # a guess will do
         report = Report(devices, between)
-    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    sys.stdout.write(encoded(report) + "\n")
     return 0
 
 
