@@ -70,10 +70,13 @@ def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_preemption(
     cases: list[Case], golden: dict[int, Golden], tokenizer: Any, ranks: Ranks
 ) -> None:
     """Few requests at a time, small steps, arrivals in between, and so few pages that requests are preempted."""
-    some = cases[::9]
-    serve = {**SERVE, "model": str(evaluation.miniature()), "max_num_batched_tokens": 37, "max_num_seqs": 7}
-    tight = serve | {"kv_tokens": 2304, "page_tokens": 16, "prefix_cache": False}  # sharing pages would save some
-    for world, options, arrive_every in ((1, serve, 3), (2, tight, 1), (3, tight, 2)):
+    short = [case for case in cases if case.prompt_tokens + case.max_tokens <= 160]
+    small = {"model": str(evaluation.miniature()), "max_num_batched_tokens": 37, "max_num_seqs": 7}
+    serve = {**SERVE, **small, "prefix_cache": False}
+    tight = serve | {"kv_tokens": 160, "max_model_len": 160, "page_tokens": 4}
+    for world, options, some, arrive_every in (
+        (1, serve, cases[::9], 3), (2, tight, short[::9], 1), (3, tight, short[::9], 2),
+    ):  # fmt: skip
         outputs, preemptions = ranks.run(
             world, engine_ranks.generate, serve=options, requests=requests(some, tokenizer), arrive_every=arrive_every
         )[0]
