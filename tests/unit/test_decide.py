@@ -116,7 +116,7 @@ def test_a_spec_needs_no_hardware():
     ("there", "options", "words"),
     [
         (UNEQUAL, {"ranks": 0, "gpu": ("0", "2")}, "--gpu 0,2: '2' is not there; this machine has 0: RTX 3090 Ti"),
-        (EQUAL, {"ranks": 8}, "'4' is not there"),
+        (EQUAL, {"ranks": 8}, "8 ranks, and this machine has 4 GPUs; use --tp 4 or less"),
         (EQUAL, {"ranks": 3, "gpu": ("0", "1")}, "--tp names 3"),
         ((replace(EQUAL[0], held_bytes=100 * GIB),), {"ranks": 0, "gpu": ("0",)}, "is busy: 100.0 of 141.0 GiB"),
         (UNEQUAL, {"ranks": 0, "gpu": ("0", "1"), "gpu_spec": "1GiB:1GB/s," * 2 + "1GiB:1GB/s"}, "--gpu names 2"),

@@ -142,7 +142,7 @@ def test_the_real_tower_is_cut_whole(ranks: int, uneven: bool) -> None:
     assert not {spec.group for spec in declare(config, "model.visual", "BF16", whole=True).values()} - {None}
 
 
-def test_there_is_a_tower_only_where_it_can_be() -> None:
+def test_there_is_a_tower_only_where_it_can_be(tmp_path: Path) -> None:
     names = Names.published(tied=False)
     model = load_model_config(evaluation.miniature())
     folder = str(evaluation.miniature())
@@ -153,8 +153,10 @@ def test_there_is_a_tower_only_where_it_can_be() -> None:
     assert chosen().whole is (AUTO == "replicate")
     assert chosen(vision="replicate").whole
     assert chosen(vision="off") is None
-    assert chosen(str(GEOMETRY)) is None  # no processor
-    assert chosen(str(GEOMETRY), vision="shard").config.intermediate_size == 4304
+    (tmp_path / "config.json").write_bytes((GEOMETRY / "config.json").read_bytes())
+    assert chosen(str(tmp_path)) is None  # no processor
+    assert chosen(str(tmp_path), vision="shard").config.intermediate_size == 4304
+    assert chosen(str(GEOMETRY)).config.intermediate_size == 4304
     bare = Names.of(["model.layers.0.x", "lm_head.weight"])
     assert chosen(names=bare) is None
     with pytest.raises(ConfigError, match="no vision tower"):
