@@ -128,7 +128,7 @@ def write_job(job: Job, source: Source, writer: TensorWriter, device: torch.devi
         if not largest < float("inf"):
             raise ConfigError(f"checkpoint: tensor {job.source!r} holds {largest}, expected finite values")
         shared = shared_scale(job.kind, largest)
-        writer.write(job.tensors[-1].name, shared)
+        writer.write(job.tensors[-1].name, shared)  # pyright: ignore[reportArgumentType]
     for span in spans:
         made = encode(read(span), job.kind, shared)
         writer.write(job.tensors[0].name, made.values)

@@ -38,12 +38,12 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "fp8": Recipe(dict.fromkeys(CLASSES, "fp8_block"), mtp=True),
         "nvfp4": Recipe(
-            dict.fromkeys(("attention", "delta"), "fp8_tensor")
+            dict.fromkeys(("attention", "delta"), "fp8_tensor")  # pyright: ignore[reportArgumentType]
             | dict.fromkeys(("shared", "experts", "mlp", "head"), "nvfp4")
         ),
         "nvfp4-ct": Recipe(dict.fromkeys(CLASSES, "nvfp4_ct")),
         "mixed": Recipe(
-            dict.fromkeys(("attention", "experts"), "nvfp4_ct")
+            dict.fromkeys(("attention", "experts"), "nvfp4_ct")  # pyright: ignore[reportArgumentType]
             | dict.fromkeys(("shared", "mlp", "head"), "fp8_channel"),
             kv_scales=True,
         ),

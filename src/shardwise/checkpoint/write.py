@@ -69,7 +69,7 @@ class TensorWriter:
             raise ValueError(f"{name}: {values.nbytes} bytes for the {stop - at} that are left")
         file.seek(at)
         if values.nbytes:
-            file.write(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType, reportCallIssue]
         self._spans[name] = file, at + values.nbytes, stop
 
     def close(self) -> None:

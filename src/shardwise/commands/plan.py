@@ -176,7 +176,7 @@ def show(plan: Plan, made: Blueprint, console: Console) -> None:
     whole = {kind: 0 for kind, _ in CLASSES}
     for row in table(made.specs, made.partitions):
         whole[weight_class(row.name)] += row.full_bytes
-    for kind in plan.each[0].weights_bytes | plan.each[-1].weights_bytes:
+    for kind in plan.each[0].weights_bytes | plan.each[-1].weights_bytes:  # pyright: ignore[reportOperatorIssue]
         sizes = (f"{rank.weights_bytes.get(kind, 0) / GIB:.3f}" for rank in plan.each)
         held.add_row(kind, *sizes, f"{whole[kind] / GIB:.3f}")
     totals = [f"{rank.total_weights_bytes / GIB:.3f}" for rank in plan.each]

@@ -82,7 +82,7 @@ def build_batch(chunks: Sequence[Chunk], tables: PageTables, device: torch.devic
         positions.reshape(-1),
         np.concatenate([tables.slots(chunk.row, span) for chunk, span in zip(chunks, places, strict=True)]),
         np.array(logit_rows, dtype=np.int64),
-        feature_rows(chunks, starts[:-1]),
+        feature_rows(chunks, starts[:-1]),  # pyright: ignore[reportArgumentType]
     )
     rows = [chunk.row for chunk in chunks]
     narrow = (starts, [chunk.start for chunk in chunks], rows, tables.pages[rows, :pages].reshape(-1))

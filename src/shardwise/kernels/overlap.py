@@ -17,8 +17,8 @@ CAPABILITY = (9, 0)
 def after_previous(PDL: tl.constexpr):
     """Let the next kernel come, and wait until the previous one is done; nothing without PDL."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+        tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def launch(pdl: bool) -> dict[str, Any]:

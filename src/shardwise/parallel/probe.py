@@ -53,9 +53,10 @@ def ask(indices: Sequence[int] = ()) -> Report:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=launcher_environment(1), check=False
         )
-        return decoded(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise ProbeError(f"the GPUs did not answer a probe in {CHILD_SECONDS:.0f} s; give --gpu-spec") from None
+    try:
+        return decoded(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):  # msgspec's errors are of these
         cause = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}, not a report on stdout"])[-1]
         raise ProbeError(f"the GPUs could not be probed: {cause}; give --gpu-spec or --device-profile") from None
@@ -101,7 +102,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 def measure(device: Device) -> Device:
     """`device` with its read bandwidth, matmul rate and the time of a small kernel in a graph."""
-    where = torch.device("cuda", device.index)
+    where = torch.device("cuda", device.index)  # pyright: ignore[reportArgumentType]
     with torch.cuda.device(where):
         size = min(READ_BYTES, (device.memory_bytes - device.held_bytes) // 8)
         read_s = timed(torch.zeros(size // 4, dtype=torch.float32, device=where).sum, where)
@@ -155,7 +156,7 @@ def link(indices: Sequence[int]) -> Link:
             took_s = (time.perf_counter() - begin_s) / repeats
         seconds.append(took_s)
     short_s, long_s = seconds
-    sent = 2 * (len(parts) - 1) / len(parts) * REDUCED_BYTES[1]
+    sent = 2 * (len(parts) - 1) / len(parts) * REDUCED_BYTES[1]  # pyright: ignore[reportPossiblyUnboundVariable]
     return Link(short_s, sent / max(long_s - short_s, 1e-6))
 
 

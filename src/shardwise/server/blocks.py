@@ -46,7 +46,7 @@ class Blocks:
         for kind, text in (("thinking", piece.reasoning), ("text", piece.text)):
             if text:
                 if self._open is None or self._open.kind != kind:
-                    yield from self._start(Block(len(self.blocks), kind))
+                    yield from self._start(Block(len(self.blocks), kind))  # pyright: ignore[reportArgumentType]
                 yield from self._grow(text)
         for call in piece.calls:
             if call.index != self._call:

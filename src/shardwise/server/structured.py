@@ -30,7 +30,7 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in _ONE_SCHEMA:
         yield key, schema.get(key)
     for key in _LISTS:
-        yield from ((key, item) for item in (schema.get(key) if isinstance(schema.get(key), list) else ()))
+        yield from ((key, item) for item in (schema.get(key) if isinstance(schema.get(key), list) else ()))  # pyright: ignore[reportOptionalIterable]
     for key in _MAPPINGS:
         inner = schema.get(key)
         yield from ((key, item) for item in (inner.values() if isinstance(inner, Mapping) else ()))

@@ -111,8 +111,8 @@ def norm_linears_kernel(
     after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
-    N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0
-    N2: tl.constexpr = (W2[ROWS] + R2 - 1) // R2 if R2 > 0 else 0
+    N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0  # pyright: ignore[reportAssignmentType]
+    N2: tl.constexpr = (W2[ROWS] + R2 - 1) // R2 if R2 > 0 else 0  # pyright: ignore[reportAssignmentType]
     if program < N0:
         _part(x, added, norm, value0, fine0, coarse0, out0, program, tokens, eps, conv, state, context, rows, W0, T,
               R0, C0, V0, NORM, ADD, TAPS, WINDOW)  # fmt: skip

@@ -74,7 +74,7 @@ def tile_linears_kernel(
     after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
-    N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0
+    N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0  # pyright: ignore[reportAssignmentType]
     if program < N0:
         _tile_part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, T, R0, C0, TAPS,
                    WINDOW)  # fmt: skip

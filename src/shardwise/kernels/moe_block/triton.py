@@ -53,7 +53,7 @@ def norm_route(
         return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
     target = target or target_of(residual_TH.device)
     of, device = operand(routers[0], target.native_fp8), residual_TH.device
-    residual_TH, added_TH = residual_TH.contiguous(), added_TH.contiguous()
+    residual_TH, added_TH = residual_TH.contiguous(), added_TH.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
     total_TH = torch.empty_like(residual_TH)
     x_TH = torch.empty((tokens, hidden), dtype=norm_H.dtype, device=device)
     logits_TE1 = torch.empty((tokens, of.layout[2]), dtype=torch.float32, device=device)
