@@ -64,9 +64,3 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     encode: list[Encode] = []
     forget: list[bytes] = []
     saves: list[tuple[int, int]] = []
-
-
-class StepOutput(msgspec.Struct, frozen=True):
-    """What the first rank samples in a step: by row, its token; more where asked for."""
-
-    tokens: dict[int, int]

@@ -84,10 +84,6 @@ class ReasoningSplitter:
         self._skip_space = True
 
     @property
-    def answering(self) -> bool:
-        return self._state == "answer"
-
-    @property
     def thinking(self) -> bool:
         return self._state == "thinking"
 
