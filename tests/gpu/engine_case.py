@@ -25,15 +25,15 @@ from tests.golden import eval as evaluation
 Requests = Sequence[tuple[list[int], int]]
 
 
-def generate(leader: Leader, requests: Requests) -> list[list[int]]:
-    """Greedy tokens of each request (prompt, how many at most), stop tokens included."""
+def generate(leader: Leader, requests: Requests, temperature: float = 0.0) -> list[list[int]]:
+    """Tokens of each request (prompt, how many at most), stop tokens included."""
     out: list[list[int]] = [[] for _ in requests]
     for n, (prompt, count) in enumerate(requests):
         leader.add(
             Generate(
                 str(n),
                 prompt,
-                SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=leader.rank.made.source is None),
+                SamplingParams(max_tokens=count, temperature=temperature, ignore_eos=leader.rank.made.source is None),
             )
         )
     while leader.has_work():
@@ -46,17 +46,21 @@ def generate(leader: Leader, requests: Requests) -> list[list[int]]:
     return out
 
 
-def timed(leader: Leader, requests: Requests) -> float:
+def timed(leader: Leader, requests: Requests, temperature: float = 0.0) -> float:
     """Seconds that `requests` take, all added at once."""
     torch.cuda.synchronize()
     begin_s = time.perf_counter()
-    generate(leader, requests)
+    generate(leader, requests, temperature)
     torch.cuda.synchronize()
     return time.perf_counter() - begin_s
 
 
-def speed(leader: Leader, batches: Sequence[int], short: int = 32, long: int = 256) -> dict[str, Any]:
-    """Decode tokens a second by batch, from the difference of two lengths, and the wall time of some prefills."""
+def speed(
+    leader: Leader, batches: Sequence[int], contexts: Sequence[int] = (), short: int = 32, long: int = 256
+) -> dict[str, Any]:
+    """Decode tokens a second by batch, and of one request behind prompts of `contexts` tokens, from the difference of
+    two lengths; and the wall time of some prefills.
+    """
     vocab, noise = leader.rank.made.model.vocab_size, random.Random(0)
 
     def prompts(count: int, length: int, new: int) -> Requests:
@@ -67,6 +71,10 @@ def speed(leader: Leader, batches: Sequence[int], short: int = 32, long: int = 2
         timed(leader, prompts(batch, 128, 8))
         few, many = (timed(leader, prompts(batch, 128, new)) for new in (short, long))
         figures["decode"][batch] = batch * (long - short) / (many - few)
+    for length in contexts:
+        timed(leader, prompts(1, length, 8))
+        few, many = (min(timed(leader, prompts(1, length, new)) for _ in range(2)) for new in (short, long))
+        figures.setdefault("decode_behind", {})[length] = (long - short) / (many - few)
     for count, length in ((1, 1024), (1, 4096), (8, 2048)):
         times = [timed(leader, prompts(count, length, 1)) for _ in range(3)]
         figures["prefill_s"][f"{count}x{length}"] = min(times)
@@ -80,7 +88,28 @@ def profile(leader: Leader, batch: int) -> str:
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as traced:
         generate(leader, requests)
-    return traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=60)
+    table = traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=60)
+    return f"{idle(traced)}\n{table}"
+
+
+def idle(traced: torch.profiler.profile) -> str:
+    """How much of the time of decode steps the GPU does nothing: between steps, and in all.
+
+    What comes after a copy from the host, or before one, is between steps; the first fifth (prefill) is left out.
+    """
+    on_gpu = [each for each in traced.events() or [] if each.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((each.time_range.start, each.time_range.end, each.name) for each in on_gpu)
+    spans = spans[len(spans) // 5 :]
+    reached, between, within, last = spans[0][1], 0.0, 0.0, spans[0][2]
+    for start, end, name in spans[1:]:
+        gap = max(0.0, start - reached)
+        if "Memcpy" in name or "Memcpy" in last:
+            between += gap
+        else:
+            within += gap
+        reached, last = max(reached, end), name
+    whole = reached - spans[0][0]
+    return f"idle of {whole / 1e3:.2f} ms: {between / whole:.2%} beside copies, {within / whole:.2%} between kernels"
 
 
 def answers(leader: Leader) -> dict[str, list[int]]:
@@ -101,6 +130,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels to time")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="prompts to decode one request behind")
+    parser.add_argument("--gpu", default="", help="as of serve: 0,0 puts two ranks on one")
     parser.add_argument("--overlap", action="store_true")
     for name in ("dtype", "device", "kernels", "comm"):
         parser.add_argument(f"--{name}", default="auto")
@@ -112,7 +143,8 @@ def main() -> None:
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
         overlap=args.overlap, comm=args.comm,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part),
-        load_format="dummy" if args.what == "speed" else "auto", max_model_len=8192, kv_tokens=200_000,
+        load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([8000, *args.contexts]) + 512,
+        kv_tokens=200_000, gpu=tuple(part for part in args.gpu.split(",") if part),
     )  # fmt: skip
     one = build_rank(serve, env)
     ready_s = time.monotonic() - begin_s
@@ -125,7 +157,7 @@ def main() -> None:
         result["gpu"] = torch.cuda.get_device_name()
         result["allocated_bytes"] = torch.cuda.memory_allocated()
     begin_s = time.monotonic()
-    result["result"] = speed(leader, args.batches) if args.what == "speed" else answers(leader)
+    result["result"] = speed(leader, args.batches, args.contexts) if args.what == "speed" else answers(leader)
     result["took_s"] = time.monotonic() - begin_s
     if args.profile:
         tables = [f"batch {batch}\n{profile(leader, batch)}" for batch in args.profile]
