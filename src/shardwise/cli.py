@@ -147,6 +147,9 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--snapshot-every", type=COUNT, metavar="TOKENS", help="of a prompt, besides the ends of turns", **unset
     )
+    group.add_argument(
+        "--host-cache-gib", type=number(0, 1 << 20, float), metavar="GIB", help="of each rank's host memory", **unset
+    )
     parser.add_argument("--log-level", choices=choices("log_level"), **unset)
 
 

@@ -306,6 +306,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allowed_media_path: str = ""  # file:// below this folder
     prefix_cache: bool = True  # keep what was computed for prompts that begin alike
     snapshot_rows: int = 0  # recurrent states that the prefix cache keeps
+    host_cache_gib: float = 0.0  # of host memory, on each rank, for what the prefix cache has no room for on the device
     snapshot_every: int = 8192  # tokens of a prompt between states to keep, besides the ends of turns
     seed: int = 0
     host: str = "127.0.0.1"

@@ -47,11 +47,13 @@ def answers(leader: Leader, cases: int, note: Note) -> None:
     waves = chats(cases)
     found = [run_wave(leader, wave, arrive_every=1) for wave in waves]
     stats = leader.stats()
-    note(hits=sum(reply.cached_tokens > 0 for wave in found for reply in wave), cached_tokens=stats.cached_tokens)
+    hits = sum(reply.cached_tokens > 0 for wave in found for reply in wave)
+    note(hits=hits, cached_tokens=stats.cached_tokens, host_cached_tokens=stats.host_cached_tokens)
     cache = leader.engine.scheduler.reuse.cache
     for snapshot in list(cache.snapshots):
         cache.remove(snapshot)
     cache.rows, cache._free_rows = 0, []  # nothing is kept from now on
+    leader.engine.scheduler.reuse.host = None
     missing = [run_wave(leader, wave) for wave in waves]
     pairs: list[tuple[Reply, Reply]] = []
     for hits, misses in zip(found, missing, strict=True):
@@ -88,6 +90,13 @@ def speed(leader: Leader, lengths: Sequence[int], note: Note) -> None:
         hit_s, cached = min(first_token_s(leader, [shared + words(8)]) for _ in range(3))
         many_s, cached_many = first_token_s(leader, [shared + words(8) for _ in range(16)])
         figures = {"miss_s": miss_s, "hit_s": hit_s, "hits_of_16_s": many_s, "cached": [none, cached, cached_many]}
+        if leader.engine.scheduler.reuse.host is not None:
+            cache = leader.engine.scheduler.reuse.cache
+            for snapshot in list(cache.snapshots):
+                cache._evict(snapshot)
+            figures["to_host_s"], _ = first_token_s(leader, [words(8)])
+            figures["host_hit_s"], found = first_token_s(leader, [shared + words(8)])
+            figures["cached"].append(found)
         note(**{f"{length}": figures})
 
 
@@ -117,6 +126,8 @@ def main() -> None:
     parser.add_argument("--model", default=str(evaluation.miniature()))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--host-cache-gib", type=float, default=0)
+    parser.add_argument("--snapshot-rows", type=int, default=0)
     parser.add_argument("--cases", type=int, default=48, help="of `answers`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 8000, 30000], help="of `speed`, in tokens")
     parser.add_argument("--seconds", type=float, default=55.0, help="the process ends after these")
@@ -132,6 +143,8 @@ def main() -> None:
         ranks=environment.world,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        host_cache_gib=options.host_cache_gib,
+        snapshot_rows=options.snapshot_rows,
         **special,
     )
     rank = build_rank(config, environment)

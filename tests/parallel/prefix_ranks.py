@@ -9,7 +9,7 @@ import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine.build import Leader, build_rank
-from shardwise.engine.messages import Failed, Generate, Logprob, SamplingParams
+from shardwise.engine.messages import Failed, Generate, Logprob, SamplingParams, Stats
 from shardwise.parallel.comm import Alone, TorchCommunicator
 
 Asked = tuple[list[int], dict[str, Any]]  # a prompt and its sampling
@@ -91,12 +91,12 @@ def waves(
     least_gap_tokens: int = 32,
     arrive_every: int = 0,
     cancel_after: Mapping[int, int] | None = None,
-) -> tuple[list[list[Reply]], int] | None:
-    """On the first rank the replies of one wave after another, and the preemptions. The last wave is not cancelled."""
+) -> tuple[list[list[Reply]], Stats] | None:
+    """On the first rank the replies of one wave after another, and the counts. The last wave is not cancelled."""
     leader = make_leader(rank, world, group, serve, least_gap_tokens)
     if leader is None:
         return None
     replies = [run_wave(leader, wave, arrive_every, cancel_after) for wave in asked[:-1]]
     replies.append(run_wave(leader, asked[-1], arrive_every))
     leader.stop()
-    return replies, leader.stats().preemptions
+    return replies, leader.stats()

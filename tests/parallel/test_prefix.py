@@ -104,7 +104,7 @@ def test_sixteen_that_share_and_branch(
     world, ratio = split
     serve = {**SERVE, **stored, "ratio": ratio, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_tokens": 640}
     serve |= {"max_model_len": 400, "page_tokens": 16, "snapshot_rows": 24, "snapshot_every": 64}
-    found, preemptions = ranks.run(
+    found, stats = ranks.run(
         world,
         waves,
         serve=serve,
@@ -113,12 +113,36 @@ def test_sixteen_that_share_and_branch(
         arrive_every=1,
         cancel_after={2: 5, 7: 11, 11: 30},
     )[0]
-    assert preemptions > 0
+    assert stats.preemptions > 0
     assert any(reply.finish_reason == "cancel" for reply in found[0])
     for wave, right in zip(found, expected(stored), strict=True):
         wrong = [i for i, (reply, miss) in enumerate(zip(wave, right, strict=True)) if not reply.agrees(miss)]
         assert not wrong, wrong
         assert sum(reply.cached_tokens > 0 for reply in wave) >= 8
+
+
+@pytest.mark.parametrize(("split", "stored"), [((1, ()), {}), ((2, ()), {}), ((2, (5.0, 3.0)), FP8)], ids=str)
+def test_what_comes_back_from_the_host_answers_as_a_miss(
+    split: tuple[int, tuple[float, ...]],
+    stored: dict[str, Any],
+    words: list[list[int]],
+    expected: Expected,
+    ranks: Ranks,
+) -> None:
+    """With a device that keeps next to nothing: what the second wave has in common with the first was on the host."""
+    world, ratio = split
+    serve = {**SERVE, **stored, "ratio": ratio, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_tokens": 640}
+    serve |= {"max_model_len": 400, "page_tokens": 16, "snapshot_rows": 1, "host_cache_gib": 0.1}
+    asked = [wave[::2] for wave in conversations(words)]
+    found, stats = ranks.run(
+        world, waves, serve=serve, asked=asked, least_gap_tokens=4, arrive_every=1, cancel_after={3: 11}
+    )[0]
+    for wave, right in zip(found, expected(stored), strict=True):
+        wrong = [i for i, (reply, miss) in enumerate(zip(wave, right[::2], strict=True)) if not reply.agrees(miss)]
+        assert not wrong, wrong
+    assert sum(reply.cached_tokens > 0 for reply in found[1]) == 8
+    assert stats.cached_tokens >= stats.host_cached_tokens > 0.8 * sum(reply.cached_tokens for reply in found[1]) > 800
+    assert stats.host_snapshots > 4
 
 
 class InProcess:

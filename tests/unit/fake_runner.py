@@ -33,6 +33,8 @@ class FakeRank:
         self.tables: dict[int, list[int]] = {}
         self.states: dict[int, tuple[int, ...]] = {}  # as the recurrent state does, they remember all that came by
         self.last: dict[int, int] = {}
+        self.host_pages: dict[int, list[int | None]] = {}
+        self.host_states: dict[int, tuple[int, ...]] = {}
 
     def apply(self, plan: StepPlan) -> list[tuple[int, ...]]:
         """By chunk, the sequence up to the chunk's last token."""
@@ -56,7 +58,16 @@ class FakeRank:
         return histories
 
     def _copy(self, plan: StepPlan) -> None:
-        """Saves, then restores, then halves of pages, all of which are read before one is written."""
+        """To the host, saves, then restores, then halves of pages, all of which are read before one is written, then
+        from the host."""
+        filled_rows, filled_pages = set[int](), set[int]()
+        if plan.host is not None:
+            self.host_pages |= {place: list(self.pages[page]) for page, place in plan.host.pages_out}
+            self.host_states |= {place: self.states[row] for row, place in plan.host.rows_out}
+            filled_rows = {row for _, row in plan.host.rows_in}
+            filled_pages = {page for _, page in plan.host.pages_in}
+            assert len(filled_rows) == len(plan.host.rows_in)
+            assert len(filled_pages) == len(plan.host.pages_in)
         for row, snapshot in plan.saves:
             assert snapshot in self.snapshot_rows
             self.states[snapshot] = self.states[row]
@@ -67,7 +78,8 @@ class FakeRank:
                 self.tables[chunk.row] = []
                 self.states[chunk.row] = self.states[chunk.restore] if chunk.restore else ()
             self.tables[chunk.row] += chunk.new_pages
-            assert bool(chunk.restore) == (chunk.reset and chunk.start > 0)
+            assert (bool(chunk.restore) or chunk.row in filled_rows) == (chunk.reset and chunk.start > 0)
+            assert not (chunk.restore and chunk.row in filled_rows)
             assert chunk.restore == 0 or chunk.restore in self.snapshot_rows
             page, offset = divmod(chunk.start, self.limits.page_tokens)
             assert bool(chunk.copy_page) == bool(chunk.restore and offset)
@@ -77,6 +89,11 @@ class FakeRank:
                 copies[target] = list(self.pages[chunk.copy_page])
         for target, cells in copies.items():
             self.pages[target] = cells
+        if plan.host is not None:
+            for place, row in plan.host.rows_in:
+                self.states[row] = self.host_states[place]
+            for place, page in plan.host.pages_in:
+                self.pages[page] = list(self.host_pages[place])
 
     def _check(self, plan: StepPlan) -> None:
         counts = [chunk.count for chunk in plan.chunks]

@@ -46,7 +46,7 @@ def test_all_flags_reach_the_config():
         "--vision replicate --vision-cache-tokens 9 --max-image-pixels 5000 --max-images 3 --allow-remote-images any "
         "--allowed-media-path /pictures --kv-cache-dtype fp8 --no-ui "
         "--tool-call-parser xml --max-queued-requests 9 "
-        "--no-prefix-cache --snapshot-rows 3 --snapshot-every 256"
+        "--no-prefix-cache --snapshot-rows 3 --snapshot-every 256 --host-cache-gib 1.5"
     )
     assert config_of(*text.split()) == ServeConfig(
         model="m", ranks=2, ratio=(5, 3), group_ratios={"expert": (1, 0)}, device="cpu", dtype="float32",
@@ -57,6 +57,7 @@ def test_all_flags_reach_the_config():
         vision="replicate", vision_cache_tokens=9, max_image_pixels=5000, max_images=3, allow_remote_images="any",
         allowed_media_path="/pictures", gpu=("1", "GPU-8f2c"),
         gpu_spec="24GiB:936GB/s", objective="context", prefix_cache=False, snapshot_rows=3, snapshot_every=256,
+        host_cache_gib=1.5,
         tool_call_parser="xml", max_queued_requests=9,
     )  # fmt: skip
     unlike = {"model", "ranks", "group_ratios", "graphs", "device_profile", "ui", "prefix_cache"}

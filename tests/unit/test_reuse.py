@@ -255,6 +255,8 @@ OPTIONS = st.builds(
     every_tokens=st.integers(1, 9),
     boundaries=st.sampled_from([frozenset(), frozenset({EOS}), frozenset({0, 1})]),
     least_gap_tokens=st.integers(1, 4),
+    host_pages=st.integers(1, 24),
+    host_rows=st.sampled_from([0, 1, 2, 5, 9]),
 )
 # Sequences with much in common: a beginning of one of few texts, and an ending.
 PROMPTS = st.builds(
@@ -325,7 +327,80 @@ def test_anything_served_together_is_as_alone(
 
 
 def kept(serving: Caching) -> list[tuple[int, ...]]:
-    """The sequences that there are snapshots of, as the fake ranks have them."""
-    ranks, snapshots = serving.runner.ranks, serving.engine.scheduler.reuse.cache.snapshots
-    saves = {snapshot.row for _, snapshot in serving.engine.scheduler.reuse._saves}
-    return [ranks[0].states[snapshot.row] for snapshot in snapshots if snapshot.row not in saves]
+    """The sequences that there are snapshots of, as the fake ranks have them, and their host tiers."""
+    rank, reuse = serving.runner.ranks[0], serving.engine.scheduler.reuse
+    saves = {snapshot.row for _, snapshot in reuse._saves}
+    found = [rank.states[snapshot.row] for snapshot in reuse.cache.snapshots if snapshot.row not in saves]
+    if reuse.host is not None:
+        going = reuse.host._rows_out
+        found += [rank.host_states[s.row] for s in reuse.host.cache.snapshots if s.row not in going]
+    return found
+
+
+TIGHT = replace(LONG, pages=16, page_tokens=8, max_model_len=100)  # room for little more than one request
+TO_HOST = replace(KEEP_ALL, snapshot_rows=1, host_pages=200, host_rows=50)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_device_has_no_room_for_comes_back_from_the_host(overlap: bool):
+    serving = Caching(TIGHT, overlap, TO_HOST)
+    for i in range(6):
+        assert serving.ask(generate(f"r{i}", text(60 + i, i), max_tokens=2)) == [0]
+    for length in range(1, 9):  # at every offset in a page, and with a remainder of one token
+        for i in range(6):
+            again = generate(f"again{length}.{i}", [*text(60 + i, i), *[12] * length], max_tokens=3)
+            assert 60 + i <= serving.ask(again)[0] < 60 + i + length
+            assert answer(serving.said[again.id]) == alone(again)
+    stats = serving.engine.stats()
+    assert stats.host_cached_tokens > 0.9 * stats.cached_tokens > 2000
+    assert 0 < stats.host_snapshots <= 50
+    assert 0 < stats.host_kv_tokens_used <= stats.host_kv_tokens == 1600
+
+
+def test_without_a_host_tier_it_is_computed_again():
+    serving = Caching(TIGHT, reuse=replace(TO_HOST, host_rows=0))
+    for turn in range(2):
+        for i in range(6):
+            assert serving.ask(generate(f"r{turn}{i}", text(60 + i, i), max_tokens=2)) == [0]
+    assert serving.engine.stats().host_cached_tokens == 0
+
+
+def test_one_request_brings_what_many_share():
+    serving = Caching(
+        replace(LONG, pages=60, page_tokens=8, max_model_len=200), reuse=replace(TO_HOST, snapshot_rows=2)
+    )
+    system = text(80)
+    serving.ask(generate("first", system))
+    for i in range(4):
+        serving.ask(generate(f"other{i}", text(90, i + 1)))
+    before = len(serving.runner.plans)
+    found = serving.ask(*[generate(f"u{i}", [*system, i, 12]) for i in range(5)])
+    assert found == [80] * 5
+    assert serving.engine.stats().host_cached_tokens == 80
+    copies = [plan.host for plan in serving.runner.plans[before:] if plan.host]
+    assert sum(len(each.pages_in) for each in copies) == 10
+
+
+def test_what_failed_leaves_the_host_too():
+    serving = Caching(TIGHT, reuse=replace(TO_HOST, snapshot_rows=2, every_tokens=20))
+    words = [*text(60), *greedy(text(60), 30)[0]]
+    serving.runner.poison.add(tuple(words[:61]))
+    serving.engine.add(generate("bad", words[:60], max_tokens=9, ignore_eos=True))
+    serving.engine.add(generate("good", text(30, 1), max_tokens=1))
+    serving.run()
+    assert isinstance(serving.said["bad"][-1], Failed)
+    assert all(tokens[:20] != tuple(words[:20]) for tokens in kept(serving))
+    assert serving.ask(generate("again", words[:60], max_tokens=1)) == [0]
+
+
+def test_the_host_gives_up_what_is_used_least():
+    serving = Caching(TIGHT, reuse=replace(TO_HOST, host_pages=24, host_rows=8))
+    often = text(50)
+    serving.ask(generate("first", often, max_tokens=1))
+    for i in range(1, 12):
+        serving.ask(generate(f"r{i}", text(50, i), max_tokens=1))
+        assert serving.ask(generate(f"often{i}", [*often, 12, 12, i % 5], max_tokens=1))[0] >= 50
+    host = serving.engine.scheduler.reuse.host
+    assert host is not None
+    assert host.pool.used <= 24
+    assert serving.ask(generate("r1 again", [*text(50, 1), 12], max_tokens=1)) == [0]

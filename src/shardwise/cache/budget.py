@@ -15,6 +15,9 @@ STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is 
 LEAST_SEQS = 8  # requests at once that are not given up for a longer context
 SNAPSHOT_SHARE = 1 / 16  # of what the rows of requests leave, at most, for snapshots if their number is ours to choose
 MOST_SNAPSHOTS = 64  # that we choose
+HOST_STATE_SHARE = 0.5  # of the host tier, at most, for states
+MOST_HOST_SNAPSHOTS = 4096
+HOST_SHARE = 0.8  # of available host memory that the host tier may ask for
 CPU_SHARE = 0.25  # of available host memory that caches may take
 
 
@@ -40,6 +43,8 @@ class Budget:
     pages: int
     page_tokens: int
     snapshot_rows: int = 0  # rows of state behind `rows`
+    host_pages: int = 0  # places of the prefix cache's host tier
+    host_rows: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -71,6 +76,13 @@ def snapshots(serve: ServeConfig, free_bytes: int, rows_bytes: int, row_bytes: i
     left_bytes = max(free_bytes - rows_bytes, 0)
     affordable_bytes = min(int(left_bytes * SNAPSHOT_SHARE), max(left_bytes - request_bytes, 0))
     return min(affordable_bytes // row_bytes, MOST_SNAPSHOTS) if row_bytes else MOST_SNAPSHOTS
+
+
+def host_places(host_bytes: int, row_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """Pages and states that fit into a rank's part of the host tier; a state is of no use without a page."""
+    rows = int(host_bytes * HOST_STATE_SHARE) // row_bytes if row_bytes else MOST_HOST_SNAPSHOTS
+    rows = min(rows, MOST_HOST_SNAPSHOTS, host_bytes // (row_bytes + page_bytes))
+    return min((host_bytes - rows * row_bytes) // max(1, page_bytes), 1 << 24), rows
 
 
 def affordable_pages(free_bytes: int, rows_bytes: int, page_bytes: int) -> int:

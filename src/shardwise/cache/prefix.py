@@ -6,7 +6,7 @@ only: the bytes of pages and rows are the runners', on each rank.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.cache.pages import PagePool
@@ -54,6 +54,7 @@ class Snapshot:
     ready: bool  # known to be sound; others are not given to requests
     since: int  # the cache's clock when it was made or last used
     hits: int = 0
+    held: bool = False  # copies of it are in the plan in the making, so it stays until that is sent
 
     @property
     def gain_tokens(self) -> int:
@@ -69,16 +70,19 @@ class Snapshot:
 class Found:
     """What is known of a sequence's beginning. pages: the whole ones up to the snapshot; tail: the page that its last
     tokens are in, if they end inside one, else 0. branch: how many tokens are those of a cached sequence, at most what
-    was asked for; more than the snapshot's position where it parts from them."""
+    was asked for; more than the snapshot's position where it parts from them. deeper: a snapshot of the host tier that
+    goes on behind what the device has."""
 
     snapshot: Snapshot | None = None
     pages: list[int] = field(default_factory=list)
     tail: int = 0
     branch: int = 0
+    deeper: Snapshot | None = None
 
     @property
     def position(self) -> int:
-        return self.snapshot.position if self.snapshot else 0
+        found = self.deeper or self.snapshot
+        return found.position if found else 0
 
 
 class PrefixCache:
@@ -93,6 +97,7 @@ class PrefixCache:
         self.rows = rows
         self.snapshots: list[Snapshot] = []
         self.evictions = 0
+        self.evicting: Callable[[Snapshot], None] | None = None  # told of each one that is about to be evicted
         self._pool = pool
         self._page_bytes = pool.page_tokens * TOKEN_BYTES
         self._root = Node()
@@ -126,22 +131,55 @@ class PrefixCache:
         snapshot.since = self._clock
         snapshot.hits += 1
 
-    def insert(self, data: bytes, position: int, pages: Sequence[int], owner: int, ready: bool) -> Snapshot | None:
+    def insert(
+        self,
+        data: bytes,
+        position: int,
+        pages: Sequence[int],
+        owner: int,
+        ready: bool,
+        owners: Sequence[int] | None = None,
+    ) -> Snapshot | None:
         """Room for a snapshot of the first `position` encoded tokens, whose pages are `pages`, held by request `owner`.
 
-        None if there is one already, or no row for it. Until its `ready` is set it will not be found.
+        None if there is one already, or no row for it. Until its `ready` is set it will not be found. owners: of the
+        pages, if others computed them.
         """
+        if self.place(data, position) is not None or not self.find_row(data, position, owner):
+            return None
+        return self.add(data, position, pages, owner, ready, owners)
+
+    def place(self, data: bytes, position: int) -> Snapshot | None:
+        """The snapshot of just these tokens, if there is one."""
+        node, _ = self._walk(data, position)
+        return node.snapshot if node.end == position else None
+
+    def known_pages(self, data: bytes, position: int) -> int:
+        """Pages on the way to `position` that are in the tree."""
+        node, _ = self._walk(data, position)
+        return self._pool.needed(node.end)
+
+    def find_row(self, data: bytes, position: int, owner: int) -> bool:
+        """See that a row is free for a snapshot of these tokens, if it is worth it; for `add`, which must follow."""
+        _, base = self._walk(data, position)
+        return self._find_row(owner, position - (base.position if base else 0))
+
+    def add(
+        self,
+        data: bytes,
+        position: int,
+        pages: Sequence[int],
+        owner: int,
+        ready: bool,
+        owners: Sequence[int] | None = None,
+    ) -> Snapshot:
+        """`insert` where a row is free. pages: those that the tree has already need not be told."""
         node, base = self._walk(data, position)
-        if node.end == position and node.snapshot is not None:
-            return None
-        gain = position - (base.position if base else 0)
-        if not self._find_row(owner, gain):
-            return None
-        node, base = self._walk(data, position)  # anew: for the row, another snapshot may have gone, and its pages
         while node.end < position:
             end = min(node.end + self._pool.page_tokens, position)
-            page = pages[node.end // self._pool.page_tokens]
-            child = Node(node, data[node.end * TOKEN_BYTES : end * TOKEN_BYTES], page, owner, end)
+            number = node.end // self._pool.page_tokens
+            page, whose = pages[number], owners[number] if owners else owner
+            child = Node(node, data[node.end * TOKEN_BYTES : end * TOKEN_BYTES], page, whose, end)
             self._pool.keep(page)
             (node.tails if end % self._pool.page_tokens else node.children)[child.key] = child
             node = child
@@ -153,7 +191,9 @@ class PrefixCache:
     def make_room(self, pages: int) -> None:
         """Evict until `pages` pages are free, or nothing that is left could be freed."""
         while self._pool.free < pages and self._pool.idle:
-            leaves = [s for s in self.snapshots if not s.node.children and not s.node.tails]
+            leaves = [s for s in self.snapshots if not (s.held or s.node.children or s.node.tails)]
+            if not leaves:
+                return
             self._evict(min(leaves, key=lambda s: (self._pool.holders(s.node.page) > 1, s.worth)))
 
     def forget(self, owner: int) -> None:
@@ -216,12 +256,12 @@ class PrefixCache:
 
     def _find_row(self, owner: int, gain_tokens: int) -> bool:
         """See that a row is free for a newcomer, if it is worth it."""
-        own = [s for s in self.snapshots if s.owner == owner and not s.hits]
+        own = [s for s in self.snapshots if s.owner == owner and not s.hits and not s.held]
         if len(own) >= self._most_unused:
             self._evict(min(own, key=lambda s: s.gain_tokens))
         if self._free_rows:
             return True
-        least = min(self.snapshots, key=lambda s: s.worth, default=None)
+        least = min((s for s in self.snapshots if not s.held), key=lambda s: s.worth, default=None)
         if least is None:
             return False
         self._clock = max(self._clock, min(least.worth, self._clock + gain_tokens))
@@ -232,6 +272,8 @@ class PrefixCache:
 
     def _evict(self, snapshot: Snapshot) -> None:
         self.evictions += 1
+        if self.evicting is not None:
+            self.evicting(snapshot)
         self.remove(snapshot)
 
 

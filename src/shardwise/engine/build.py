@@ -11,6 +11,7 @@ import torch
 
 from shardwise.cache.budget import CPU_SHARE, GIB, Budget, affordable_pages, idle_bytes, sequences, settle, snapshots
 from shardwise.cache.pool import CacheSpecs, allocate
+from shardwise.cache.store import HostStore
 from shardwise.checkpoint.formats import Formats
 from shardwise.checkpoint.index import DTYPES, CheckpointIndex
 from shardwise.checkpoint.load import load
@@ -29,6 +30,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import Grammars, vocabulary
+from shardwise.engine.hosttier import with_host_tier
 from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready
 from shardwise.engine.plan import Chunk, StepPlan
@@ -262,10 +264,12 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     )
     model, features = load_weights(made, ctx, serve.seed)
     limits = budget(serve, made, model, ctx, environment.local_world, features)
+    limits = with_host_tier(serve, made.caches, ctx, environment.local_world, limits)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows + limits.snapshot_rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
-    runner = Runner(model, caches, tables, ctx, features)
+    store = HostStore(caches, limits.host_pages, limits.host_rows) if limits.host_rows else None
+    runner = Runner(model, caches, tables, ctx, features, store)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
         runner.capture()
     return Rank(made, ctx, runner, limits, environment.local_world)
@@ -294,7 +298,13 @@ class Leader:
             vision=rank.made.vision and rank.made.vision.config,
             picture_tokens=serve.vision_cache_tokens,
             grammars=Grammars(lambda: vocabulary(Path(serve.model)), model.vocab_size, model.eos_token_ids),
-            reuse=ReuseOptions(limits.snapshot_rows, serve.snapshot_every, frozenset(model.eos_token_ids)),
+            reuse=ReuseOptions(
+                limits.snapshot_rows,
+                serve.snapshot_every,
+                frozenset(model.eos_token_ids),
+                host_pages=limits.host_pages,
+                host_rows=limits.host_rows,
+            ),
         )
         self.add, self.add_picture = self.engine.add, self.engine.add_picture
         self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats

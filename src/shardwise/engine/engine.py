@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from shardwise.cache.host import HostTier
 from shardwise.config import VisionConfig
 from shardwise.engine.grammar import GrammarError, Grammars, mask
 from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats, Tokens
@@ -56,6 +57,17 @@ class _Launched:
     sampled: Sampled | None
     scores: dict[Request, PromptScores]
     finite_K: torch.Tensor | None = None  # by chunk with `check`, in the plan's order
+
+
+def host_stats(host: HostTier | None) -> dict[str, int]:
+    """The host tier's part of Stats."""
+    if host is None:
+        return {}
+    return {
+        "host_snapshots": len(host.cache.snapshots),
+        "host_kv_tokens": host.pool.pages * host.pool.page_tokens,
+        "host_kv_tokens_used": host.pool.used * host.pool.page_tokens,
+    }
 
 
 class Engine:
@@ -196,11 +208,13 @@ class Engine:
             pictures_reused=counts.reused,
             picture_tokens_held=cache.tokens if cache else 0,
             cached_tokens=reuse.hit_tokens,
+            host_cached_tokens=reuse.host_hit_tokens,
             looked_up_tokens=reuse.query_tokens,
             kv_tokens_cached=pages.idle * pages.page_tokens,
             snapshots=len(reuse.cache.snapshots),
             snapshot_rows=reuse.cache.rows,
             snapshot_evictions=reuse.cache.evictions,
+            **host_stats(reuse.host),
         )
 
     def check(self) -> None:

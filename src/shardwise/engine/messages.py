@@ -153,6 +153,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     snapshots: int = 0
     snapshot_rows: int = 0
     snapshot_evictions: int = 0
+    host_cached_tokens: int = 0  # of cached_tokens, those that only the host tier had
+    host_snapshots: int = 0
+    host_kv_tokens: int = 0  # room in the host tier
+    host_kv_tokens_used: int = 0
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):

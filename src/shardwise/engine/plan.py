@@ -2,6 +2,8 @@
 
 import msgspec
 
+from shardwise.cache.host import Copies
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """`count` tokens of a chunk, from its token `at` on, take the features of a picture from number `first` on."""
@@ -31,7 +33,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     int32 [3, count], where the chunk has or precedes a picture. spans: its tokens that are a picture's.
     reset: the request is new in this row (or is back): all that the row held before is forgotten. If its `start` is
     not 0, the row gets the state of row `restore`, and its page of position `start`, where that is not the first of the
-    page, the contents of page `copy_page`; the pages before it are shared.
+    page, the contents of page `copy_page`; the pages before it are shared. Or, with `restore` 0, the plan copies state
+    and pages from the host.
     """
 
     row: int  # 1 or more; row of state, of the page table and of the last tokens
@@ -54,8 +57,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end.
 
     Before the chunks, features are forgotten, then encoded.
-    saves: (row, snapshot row): states to copy before anything else happens to rows and pages; then chunks are reset and
-    restored, then computed.
+    Before anything else happens to rows and pages: copies to the host; then saves, (row, snapshot row), states to copy;
+    then chunks are reset and restored; then come copies from the host; then chunks are computed.
     """
 
     step: int
@@ -64,3 +67,4 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     encode: list[Encode] = []
     forget: list[bytes] = []
     saves: list[tuple[int, int]] = []
+    host: Copies | None = None

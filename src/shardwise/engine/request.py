@@ -77,6 +77,7 @@ class Request:
     decoding: bool = False  # its next input is the token sampled last in its row
     preemptions: int = 0
     cached_tokens: int | None = None  # of the prompt, not computed; None until it first starts
+    host_tokens: int = 0  # of these, found in the host tier alone
     reset: bool = False  # its next chunk is the first in its row
     restore: int = 0  # if so, the row that its state comes from
     copy_page: int = 0  # and the page that its last page, used in part, is a copy of

@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.cache.host import Copies
 from shardwise.cache.pool import copy_pages, copy_rows
+from shardwise.cache.store import HostStore
 from shardwise.engine.engine import StepLogits
 from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
@@ -125,8 +127,10 @@ class Runner:
         tables: PageTables,
         ctx: RankContext,
         features: Features | None = None,
+        store: HostStore | None = None,
     ) -> None:
         self.model, self.caches, self.tables, self.ctx, self.features = model, caches, tables, ctx, features
+        self.store = store
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
         self.graphs: DecodeGraphs | None = None
 
@@ -160,14 +164,20 @@ class Runner:
         """This rank's part of a plan: its pictures, then its chunks."""
         if self.features is not None:
             self.features.update(plan)
-        return self.forward(plan.chunks, plan.saves)
+        return self.forward(plan.chunks, plan.saves, plan.host)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves`."""
+    def forward(
+        self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]] = (), host: Copies | None = None
+    ) -> torch.Tensor:
+        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves` and `host`."""
         for chunk in chunks:
             self.tables.update(chunk)
+        if host is not None and self.store is not None:
+            self.store.out(host)
         self._copy(chunks, saves)
+        if host is not None and self.store is not None:
+            self.store.back(host)
         if self.graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return self.graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)

@@ -106,8 +106,9 @@ class Scheduler:
         self.steps += bool(chunks)
         if not chunks:
             return Step(StepPlan(self.steps), [])
+        host = self.reuse.copies()
         self.reuse.planned(len(saves))
-        return Step(StepPlan(self.steps, chunks, saves=saves), chosen)
+        return Step(StepPlan(self.steps, chunks, saves=saves, host=host), chosen)
 
     def finish(self, step: Step, tokens: Mapping[int, int], unsound: Collection[int] = ()) -> list[Progress]:
         """Take in the sampled `tokens`, by row, of the oldest unfinished step; frees what ended.
@@ -204,6 +205,8 @@ class Scheduler:
             if tokens_on_their_way or no_logits:
                 break
             found = self.reuse.find(request)
+            if self.reuse.on_its_way(found):
+                break
             if self.reuse.needed_pages(request, found) > free:
                 break
             self.waiting.pop(0)
@@ -249,6 +252,7 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Take everything from the running `request`."""
+        self.reuse.vacated(request)
         self.running.remove(request)
         self.pages.release(request.pages)
         self.rows.release(request.row)

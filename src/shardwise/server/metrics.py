@@ -24,6 +24,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pictures_reused": ("pictures_reused", "Those that it had encoded before."),
         "looked_up_tokens": ("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache."),
         "cached_tokens": ("prefix_cache_hits", "Tokens of prompts that were found there."),
+        "host_cached_tokens": ("prefix_cache_host_hits", "Of those, the ones that only host memory had."),
         "snapshot_evictions": ("prefix_cache_evictions", "Recurrent states that made room for others."),
     }
 )
@@ -65,6 +66,12 @@ class _EngineCollector(Collector):
                 stats.kv_tokens_cached / max(1, stats.kv_tokens) if stats else 0.0,
             ),
             ("snapshots", "Recurrent states in the prefix cache.", stats.snapshots if stats else 0),
+            (
+                "prefix_cache_host_usage_perc",
+                "Share of the host tier's room for pages that is in use.",
+                stats.host_kv_tokens_used / max(1, stats.host_kv_tokens) if stats else 0.0,
+            ),
+            ("host_snapshots", "Recurrent states in the host tier.", stats.host_snapshots if stats else 0),
             ("engine_ready", "1 if a step has run on every rank.", int(self._engine.ready is not None)),
         )
         for name, text, value in gauges:
