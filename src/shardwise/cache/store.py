@@ -3,14 +3,18 @@
 Legend: N pages or rows, B bytes of one over all layers.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
+from shardwise.cache.budget import GIB
 from shardwise.cache.host import Copies
 from shardwise.layers.attention import KVCache
 from shardwise.layers.delta import DeltaState
 from shardwise.models.qwen3_5 import LayerCache
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20  # of the device's memory, at once
 
@@ -26,6 +30,15 @@ def _on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def _pin(tensor: torch.Tensor) -> None:
+    """Lock `tensor` in memory as it is: torch's own pinned memory would take up to twice the bytes."""
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        logger.warning(
+            "%.2f GiB of host memory cannot be pinned (error %d); copies are slower", tensor.nbytes / GIB, code
+        )
+
+
 class _Place:
     """A number of equal places in host memory for what is at one index of `tensors`."""
 
@@ -33,8 +46,9 @@ class _Place:
         self._parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
         self._width = sum(part.shape[1] for part in self._parts)
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        pinned = self._device.type == "cuda"
-        self._held_NB = torch.empty((count + 1, self._width), dtype=torch.uint8, pin_memory=pinned)
+        self._held_NB = torch.empty((count + 1, self._width), dtype=torch.uint8)
+        if self._device.type == "cuda" and self._held_NB.numel():
+            _pin(self._held_NB)
         self._at_once = max(1, STAGING_BYTES // max(1, self._width))
 
     @property
