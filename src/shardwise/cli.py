@@ -57,6 +57,11 @@ def number(low: float, high: float, kind: type = int) -> Any:
 COUNT = number(1, float("inf"))
 
 
+def expert_mode(text: str) -> str:
+    """Where experts are; `fused` is another server's word for resident."""
+    return "resident" if text == "fused" else text
+
+
 def ratio(text: str) -> tuple[str, tuple[float, ...]]:
     """`5,3` for all groups of dimensions, or `expert=5,3` for one. Zero is a rank that owns nothing of the group."""
     match = RATIO_GROUP.fullmatch(text)
@@ -139,6 +144,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-tokens", type=COUNT, metavar="TOKENS", help="size of the KV cache", **unset)
     group.add_argument("--kv-cache-dtype", choices=choices("kv_cache_dtype"), help="of keys and values", **unset)
     group.add_argument("--page-tokens", type=number(1, 4096), metavar="TOKENS", help="of a page of KV cache", **unset)
+    expert_options(parser)
     group = parser.add_argument_group("prefix cache")
     group.add_argument(
         "--prefix-cache", action=argparse.BooleanOptionalAction, help="keep what prompts have in common", **unset
@@ -151,6 +157,19 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "--host-cache-gib", type=number(0, 1 << 20, float), metavar="GIB", help="of each rank's host memory", **unset
     )
     parser.add_argument("--log-level", choices=choices("log_level"), **unset)
+
+
+def expert_options(parser: argparse.ArgumentParser) -> None:
+    """Where experts are, and what they may take."""
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    group = parser.add_argument_group("experts")
+    group.add_argument(
+        "--experts", "--moe-backend", type=expert_mode, choices=choices("experts"), metavar="MODE",
+        help="auto, resident, offload (host memory with slots on the device), hybrid (computed on the CPU, too)",
+        **unset,
+    )  # fmt: skip
+    group.add_argument("--expert-slots", type=COUNT, metavar="N", help="of each layer, on the device", **unset)
+    group.add_argument("--kv-reserve-tokens", type=COUNT, metavar="TOKENS", help="of KV cache, before slots", **unset)
 
 
 def server_options(parser: argparse.ArgumentParser) -> None:

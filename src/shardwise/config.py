@@ -298,6 +298,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # auto: fp8 if the checkpoint asks for it, else as --dtype
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     page_tokens: int = 64
+    # where routed experts are: on the device, in host memory with slots on the device, or there and computed on the CPU
+    experts: Literal["auto", "resident", "offload", "hybrid"] = "auto"
+    expert_slots: int = 0  # of each layer, on the device
+    kv_reserve_tokens: int = 0  # of KV cache, at least, before slots get memory
     vision: Literal["auto", "shard", "replicate", "off"] = "auto"  # the vision tower: cut, whole on each rank, left out
     vision_cache_tokens: int = 32768  # tokens' worth of encoded pictures that are kept for pictures that come again
     max_image_pixels: int = 4 << 20  # a larger picture, or frame of a video, is scaled down to this

@@ -18,6 +18,8 @@ MOST_SNAPSHOTS = 64  # that we choose
 HOST_STATE_SHARE = 0.5  # of the host tier, at most, for states
 MOST_HOST_SNAPSHOTS = 4096
 HOST_SHARE = 0.8  # of available host memory that the host tier may ask for
+FLOOR_TOKENS = 32768  # of KV cache that slots of experts leave, or the longest request if that is shorter
+SLOTTED_SEQS = 16  # requests at once, at most, where rows of state would take the memory of slots of experts
 CPU_SHARE = 0.25  # of available host memory that caches may take
 
 
@@ -45,20 +47,28 @@ class Budget:
     snapshot_rows: int = 0  # rows of state behind `rows`
     host_pages: int = 0  # places of the prefix cache's host tier
     host_rows: int = 0
+    expert_slots: int = 0  # of each layer; 0: all experts are on the device
 
     @property
     def kv_tokens(self) -> int:
         return (self.pages - 1) * self.page_tokens
 
 
-def sequences(serve: ServeConfig, device_type: str, free_bytes: int, row_bytes: int, request_bytes: int = 0) -> int:
+def sequences(
+    serve: ServeConfig,
+    device_type: str,
+    free_bytes: int,
+    row_bytes: int,
+    request_bytes: int = 0,
+    slotted: bool = False,
+) -> int:
     """How many requests may run at once: the user's number, or the device's default while its rows fit.
 
-    request_bytes: of the KV cache of the longest request, for which many rows make way.
+    request_bytes: of the KV cache of the longest request, for which many rows make way. slotted: experts are in slots.
     """
     if serve.max_num_seqs:
         return serve.max_num_seqs
-    count = DEFAULTS[device_type].max_num_seqs
+    count = min(DEFAULTS[device_type].max_num_seqs, SLOTTED_SEQS if slotted else 1 << 40)
     while count > 1 and (count + 1) * row_bytes > free_bytes * STATE_SHARE:
         count //= 2
     while count > LEAST_SEQS and (count + 1) * row_bytes + request_bytes > free_bytes:
@@ -85,6 +95,31 @@ def host_places(host_bytes: int, row_bytes: int, page_bytes: int) -> tuple[int, 
     return min((host_bytes - rows * row_bytes) // max(1, page_bytes), 1 << 24), rows
 
 
+def floor_bytes(serve: ServeConfig, model: ModelConfig, page_bytes: int) -> int:
+    """Of KV cache, which slots of experts must leave."""
+    longest = serve.max_model_len or model.max_position_embeddings
+    tokens = serve.kv_reserve_tokens or serve.kv_tokens or min(longest, FLOOR_TOKENS)
+    return (-(-tokens // serve.page_tokens) + 1) * page_bytes
+
+
+def affordable_slots(serve: ServeConfig, left_bytes: int, slot_bytes: int, top_k: int, experts: int) -> int:
+    """Slots of each layer that `left_bytes` hold, at most --expert-slots or one for each expert.
+
+    left_bytes: beside rows of state and the floor of the KV cache; slot_bytes: of one slot in every layer. Raises
+    ConfigError if the experts of one token, `top_k`, would not fit, or as many as were asked for.
+    """
+    most = min(serve.expert_slots or experts, experts)
+    found = min(max(left_bytes, 0) // slot_bytes, most) if slot_bytes else most
+    if found >= (most if serve.expert_slots else top_k) and most >= top_k:
+        return found
+    what = f"--expert-slots {serve.expert_slots}" if serve.expert_slots else f"--experts {serve.experts}"
+    raise ConfigError(
+        f"{what}: {max(left_bytes, 0) / GIB:.2f} GiB are left for slots of {slot_bytes / GIB:.3f} GiB, which makes "
+        f"{max(left_bytes, 0) // max(slot_bytes, 1)} in every layer; a token wants {top_k} of {experts} experts at "
+        "once; lower --kv-reserve-tokens, --max-num-seqs or --max-num-batched-tokens, or use more ranks"
+    )
+
+
 def affordable_pages(free_bytes: int, rows_bytes: int, page_bytes: int) -> int:
     """Pages that fit into what the rows leave; any number if this rank holds nothing of the KV cache."""
     return max(free_bytes - rows_bytes, 0) // page_bytes if page_bytes else 1 << 40
@@ -96,7 +131,13 @@ def idle_bytes(own_pages: int, pages: int, page_bytes: int) -> int:
 
 
 def settle(
-    serve: ServeConfig, model: ModelConfig, device_type: str, max_num_seqs: int, pages: int, snapshot_rows: int = 0
+    serve: ServeConfig,
+    model: ModelConfig,
+    device_type: str,
+    max_num_seqs: int,
+    pages: int,
+    snapshot_rows: int = 0,
+    slots: int = 0,
 ) -> Budget:
     """The limits of the server from the least number of requests, snapshots and pages that any rank affords.
 
@@ -137,4 +178,5 @@ def settle(
         pages=pages + 1,
         page_tokens=size,
         snapshot_rows=snapshot_rows,
+        expert_slots=slots,
     )

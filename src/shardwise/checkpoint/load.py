@@ -5,7 +5,7 @@ source, so that host memory stays within the parameters and a small constant.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise, product
@@ -37,8 +37,9 @@ def load(
     device: torch.device | str,
     *,
     progress: Progress | None = None,
+    into: Mapping[str, Sequence[torch.Tensor]] | None = None,
 ) -> dict[str, Weight]:
-    """What `rank` holds of `specs`, on `device`.
+    """What `rank` holds of `specs`, on `device`, or in the tensors of `into`, by name, which are there already.
 
     All tensors are checked before memory is taken. Raises ConfigError for one that is missing, of another shape or
     dtype, or a scale that is not finite and above zero. `progress` is called in this thread after each weight.
@@ -51,12 +52,14 @@ def load(
     filling: deque[_Filling] = deque()
     done_bytes = 0
     # Threads begin on the first GPU, and must not open a context there.
-    place = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    gpu = next((each for each in (device, source.device) if each is not None and each.type == "cuda"), None)
+    place = partial(torch.cuda.set_device, gpu) if gpu else None
     with ThreadPoolExecutor(THREADS, "load", place) as pool:
         window = _Window(pool)
         try:
             for name, spec in specs.items():
-                filling.append(_fill(name, spec, held[name], partitions, rank, source, device, window))
+                final = None if into is None else into[name]
+                filling.append(_fill(name, spec, held[name], partitions, rank, source, device, window, final))
                 while len(filling) > FILLING or (filling and len(weights) + len(filling) == len(specs)):
                     made = filling.popleft()
                     weights[made.name] = weight = _finish(made, specs[made.name], partitions, rank, device)
@@ -76,12 +79,17 @@ class _Filling(NamedTuple):
     held: tuple[Local, ...]
     tensors: list[torch.Tensor]
     copying: list[Future[None]]
+    final: Sequence[torch.Tensor] | None
 
 
 def _finish(made: _Filling, spec: ParamSpec, partitions: Partitions, rank: int, device: torch.device) -> Weight:
     for copied in made.copying:
         copied.result()
-    tensors = tuple(tensor.to(device) for tensor in made.tensors)
+    if made.final is None:
+        tensors = tuple(tensor.to(device) for tensor in made.tensors)
+    else:
+        pairs = zip(made.final, made.tensors, strict=True)
+        tensors = tuple(final if final is tensor else final.copy_(tensor) for final, tensor in pairs)
     return Weight(spec, local_shape(spec, partitions, rank), made.held, tensors)
 
 
@@ -112,14 +120,16 @@ def _fill(
     source: Source,
     device: torch.device,
     window: _Window,
+    final: Sequence[torch.Tensor] | None,
 ) -> _Filling:
     """Tensors for `held`, filled by small copies at once, and by the large ones that are still running."""
     # What is small is put together where the source has it, and crosses to the device once.
     places = [source.device if _nbytes(part) <= ASSEMBLED_BYTES else device for part in held]
     tensors = [
-        torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device=place)
-        for part, place in zip(held, places, strict=True)
-    ]
+        given if given is not None and (given.device == place or _nbytes(part) > ASSEMBLED_BYTES)
+        else torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device=place)
+        for part, place, given in zip(held, places, final or (None,) * len(held), strict=True)
+    ]  # fmt: skip
     by_stored = {part.stored: tensor for part, tensor in zip(held, tensors, strict=True)}
     copying: list[Future[None]] = []
     for copy in copies(spec, partitions, rank):
@@ -131,7 +141,7 @@ def _fill(
                 step()
             else:
                 copying.append(window.submit(step))
-    return _Filling(name, held, tensors, copying)
+    return _Filling(name, held, tensors, copying, final)
 
 
 def _copy(copy: Copy, target: torch.Tensor, values: torch.Tensor) -> None:

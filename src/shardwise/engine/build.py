@@ -6,10 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 import torch
 
-from shardwise.cache.budget import CPU_SHARE, GIB, Budget, affordable_pages, idle_bytes, sequences, settle, snapshots
+from shardwise.cache.budget import (
+    CPU_SHARE,
+    GIB,
+    Budget,
+    affordable_pages,
+    affordable_slots,
+    floor_bytes,
+    idle_bytes,
+    sequences,
+    settle,
+    snapshots,
+)
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.cache.store import HostStore
 from shardwise.checkpoint.formats import Formats
@@ -27,12 +39,13 @@ from shardwise.config import (
     read_json,
 )
 from shardwise.engine.engine import Engine
+from shardwise.engine.experts import choose_mode, expert_specs, make_offload
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import Grammars, vocabulary
 from shardwise.engine.hosttier import with_host_tier
 from shardwise.engine.memory import local_devices, rank_memory
-from shardwise.engine.messages import Ready
+from shardwise.engine.messages import Ready, Stats
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
 from shardwise.engine.reuse import ReuseOptions
@@ -40,6 +53,7 @@ from shardwise.engine.runner import Runner
 from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
 from shardwise.engine.vision import trial as vision_trial
+from shardwise.experts.offload import Offload
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
@@ -144,16 +158,23 @@ def sharers(serve: ServeConfig, device: torch.device) -> int:
     return serve.gpu.count(str(device.index)) or 1
 
 
-def load_weights(made: Blueprint, ctx: RankContext, seed: int) -> tuple[Model, Features | None]:
-    """The rank's part of the model and of its vision tower, on its device."""
+def load_weights(
+    serve: ServeConfig, made: Blueprint, ctx: RankContext, local_ranks: int
+) -> tuple[Model, Features | None, Offload | None]:
+    """The rank's part of the model and of its vision tower, on its device, and experts that are not there."""
     begin_s = time.monotonic()
-    source = made.source or DummySource(made.specs.values(), seed=seed, device=ctx.device)
-    weights = load(made.specs, made.partitions, ctx.rank, source, ctx.device)
+    source = made.source or DummySource(made.specs.values(), seed=serve.seed, device=ctx.device)
+    mode = choose_mode(serve, made.model, made.specs, made.caches, ctx, free_bytes(serve, ctx, local_ranks))
+    elsewhere = {} if mode == "resident" else expert_specs(made.model, made.specs)
+    specs = {name: spec for name, spec in made.specs.items() if name not in elsewhere}
+    weights = load(specs, made.partitions, ctx.rank, source, ctx.device)
+    offload = make_offload(made.model, made.specs, made.partitions, source, ctx) if elsewhere else None
     held_bytes = sum(weight.nbytes for weight in weights.values())
     read_bytes = made.source.bytes_read if made.source else 0
     took_s = time.monotonic() - begin_s
     logger.info("%d bytes of weights in %.1f s, %d bytes read", held_bytes, took_s, read_bytes)
-    return Model(made.model, weights, ctx), made.vision and made.vision.features(weights, ctx)
+    model = Model(made.model, weights, ctx, offload.layers if offload else None)
+    return model, made.vision and made.vision.features(weights, ctx), offload
 
 
 def free_bytes(serve: ServeConfig, ctx: RankContext, local_ranks: int) -> int:
@@ -188,8 +209,9 @@ def budget(
     ctx: RankContext,
     local_ranks: int,
     features: Features | None = None,
+    offload: Offload | None = None,
 ) -> Budget:
-    """Rows and pages that every rank affords beside its weights and the largest step."""
+    """Rows, slots of experts and pages that every rank affords beside its weights and the largest step."""
     kind = ctx.device.type
     row_bytes = made.caches.row_bytes(made.partitions, ctx.rank)
     page_bytes = made.caches.page_bytes(made.partitions, ctx.rank)
@@ -204,11 +226,19 @@ def budget(
     if sharers(serve, ctx.device) == 1:
         warn_of_others(ctx)
     longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
-    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes, longest_pages * page_bytes))
-    kept = ctx.comm.minimum(snapshots(serve, free, (seqs + 1) * row_bytes, row_bytes, longest_pages * page_bytes))
-    own_pages = affordable_pages(free, (seqs + 1 + kept) * row_bytes, page_bytes)
+    request_bytes = longest_pages * page_bytes if offload is None else floor_bytes(serve, made.model, page_bytes)
+    seqs = ctx.comm.minimum(sequences(serve, kind, free, row_bytes, request_bytes, offload is not None))
+    kept = ctx.comm.minimum(snapshots(serve, free, (seqs + 1) * row_bytes, row_bytes, request_bytes))
+    rows_bytes, slots = (seqs + 1 + kept) * row_bytes, 0
+    if offload is not None:
+        left = free - rows_bytes - request_bytes
+        sizes = offload.slot_bytes, offload.top_k, offload.experts
+        slots = ctx.comm.minimum(affordable_slots(serve, left, *sizes))
+        offload.resize(slots)
+        free -= slots * offload.slot_bytes
+    own_pages = affordable_pages(free, rows_bytes, page_bytes)
     pages = ctx.comm.minimum(own_pages)
-    limits = settle(serve, made.model, kind, seqs, pages, kept)
+    limits = settle(serve, made.model, kind, seqs, pages, kept, slots)
     idle = idle_bytes(own_pages, pages, page_bytes)
     if limits.pages >= pages and idle > IDLE_SHARE * max(free, 1):
         logger.warning(
@@ -241,6 +271,7 @@ class Rank:
     runner: Runner
     budget: Budget
     local_ranks: int  # on this host
+    offload: Offload | None = None  # experts that are not on the device
 
 
 def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communicator | None = None) -> Rank:
@@ -262,8 +293,8 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         device=device,
         dtype=DTYPES[made.dtype],
     )
-    model, features = load_weights(made, ctx, serve.seed)
-    limits = budget(serve, made, model, ctx, environment.local_world, features)
+    model, features, offload = load_weights(serve, made, ctx, environment.local_world)
+    limits = budget(serve, made, model, ctx, environment.local_world, features, offload)
     limits = with_host_tier(serve, made.caches, ctx, environment.local_world, limits)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows + limits.snapshot_rows, ctx)
     max_pages = -(-limits.max_model_len // limits.page_tokens)
@@ -271,8 +302,8 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     store = HostStore(caches, limits.host_pages, limits.host_rows) if limits.host_rows else None
     runner = Runner(model, caches, tables, ctx, features, store)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
-        runner.capture()
-    return Rank(made, ctx, runner, limits, environment.local_world)
+        runner.capture(offload.graph_tokens if offload else 1 << 30)
+    return Rank(made, ctx, runner, limits, environment.local_world, offload)
 
 
 class Leader:
@@ -307,7 +338,21 @@ class Leader:
             ),
         )
         self.add, self.add_picture = self.engine.add, self.engine.add_picture
-        self.cancel, self.step, self.stats = self.engine.cancel, self.engine.step, self.engine.stats
+        self.cancel, self.step = self.engine.cancel, self.engine.step
+
+    def stats(self) -> Stats:
+        """The engine's figures, and those of experts that are not on the device."""
+        stats, offload = self.engine.stats(), self.rank.offload
+        if offload is None:
+            return stats
+        counts = offload.counts()
+        return msgspec.structs.replace(
+            stats,
+            expert_slots=offload.count,
+            expert_hits=counts.hits,
+            expert_misses=counts.misses,
+            expert_copied_bytes=counts.copied_bytes,
+        )
 
     def ready(self) -> Ready:
         limits, made, ranks = self.rank.budget, self.rank.made, self.rank.ctx.world

@@ -65,9 +65,10 @@ class DecodeGraphs:
         tables: PageTables,
         last_tokens: torch.Tensor,
         ctx: RankContext,
+        most_tokens: int = 1 << 30,
     ) -> None:
         self.model, self.caches, self.tables, self.last_tokens, self.ctx = model, caches, tables, last_tokens, ctx
-        rows, longest = len(tables.counts) - 1, tables.pages.shape[1] * tables.page_tokens
+        rows, longest = min(len(tables.counts) - 1, most_tokens), tables.pages.shape[1] * tables.page_tokens
         self.sizes = [size for size in SIZES if size < rows] + [rows]
         self.lengths = [length for length in LENGTHS if length < longest] + [longest]
         self.captured: dict[tuple[int, int], Captured] = {}

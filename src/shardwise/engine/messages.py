@@ -157,6 +157,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     host_snapshots: int = 0
     host_kv_tokens: int = 0  # room in the host tier
     host_kv_tokens_used: int = 0
+    expert_slots: int = 0  # of each layer, on the first rank's device; 0: all experts are there
+    expert_hits: int = 0  # experts that a step wanted of a layer and found there
+    expert_misses: int = 0
+    expert_copied_bytes: int = 0  # to the first rank's device
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):

@@ -134,9 +134,9 @@ class Runner:
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
         self.graphs: DecodeGraphs | None = None
 
-    def capture(self) -> None:
-        """Make decode steps graphs; every rank at the same time."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.tables, self.last_tokens, self.ctx)
+    def capture(self, most_tokens: int) -> None:
+        """Make decode steps of up to `most_tokens` requests graphs; every rank at the same time."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.tables, self.last_tokens, self.ctx, most_tokens)
         self.graphs.capture_all()
 
     def run(self, plan: StepPlan) -> StepLogits | None:
@@ -178,8 +178,9 @@ class Runner:
         self._copy(chunks, saves)
         if host is not None and self.store is not None:
             self.store.back(host)
-        if self.graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
-            return self.graphs.run(chunks)
+        graphs = self.graphs if self.graphs and len(chunks) <= self.graphs.sizes[-1] else None
+        if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
+            return graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
         last_T = self.last_tokens[(-batch.tokens_T).clamp(min=0)]
         tokens_T = torch.where(batch.tokens_T < 0, last_T, batch.tokens_T)

@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from shardwise.checkpoint.index import DTYPES, Source
+from shardwise.checkpoint.load import load
 from shardwise.checkpoint.weight import Weight
+from shardwise.experts.memory import Layout, names_of, pin, take
+from shardwise.shard import ParamSpec, Partitions, local, local_shape
 
 
 @dataclass(frozen=True)
@@ -21,5 +27,72 @@ class LayerBank:
     def nbytes(self) -> int:
         return self.gate_up.nbytes + self.down.nbytes
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.gate_up.tensors, *self.down.tensors)
+
 
 Banks = Mapping[int, LayerBank]  # by number of the layer
+Pairs = Mapping[int, tuple[str, str]]  # names of gate_up and down, by number of the layer
+
+
+def layout(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> dict[str, Layout]:
+    """Shapes and types of what `rank` holds of each of `specs`, by its name."""
+    found = dict[str, Layout]()
+    for name, spec in specs.items():
+        held = local(spec, partitions, rank)
+        names = names_of(name, len(held))
+        found[name] = {each: (part.shape, DTYPES[part.stored.dtype]) for each, part in zip(names, held, strict=True)}
+    return found
+
+
+def load_banks(
+    specs: Mapping[str, ParamSpec], pairs: Pairs, partitions: Partitions, rank: int, source: Source,
+    device: torch.device,
+) -> tuple[Banks, bool]:  # fmt: skip
+    """The banks of `rank`, read from `source` straight into their place, and whether that is page-locked.
+
+    Memory beyond the banks stays within 512 MiB. On a CPU nothing needs to be locked.
+    """
+    layouts, tensors = layout(specs, partitions, rank), dict[str, torch.Tensor]()
+    for names in pairs.values():
+        tensors |= take({**layouts[names[0]], **layouts[names[1]]})
+    pinned = device.type == "cpu" or pin(tensors.values(), device)
+    into = {name: [tensors[each] for each in layouts[name]] for name in specs}
+    load(specs, partitions, rank, source, "cpu", into=into)
+    return banks_of(specs, pairs, partitions, rank, tensors), pinned
+
+
+def banks_of(
+    specs: Mapping[str, ParamSpec], pairs: Pairs, partitions: Partitions, rank: int,
+    tensors: Mapping[str, torch.Tensor],
+) -> Banks:  # fmt: skip
+    """Banks whose tensors are filled already; by the names of `layout`."""
+
+    def weight(name: str) -> Weight:
+        spec = specs[name]
+        held = tuple(local(spec, partitions, rank))
+        those = tuple(tensors[each] for each in names_of(name, len(held)))
+        return Weight(spec, local_shape(spec, partitions, rank), held, those)
+
+    return {layer: LayerBank(weight(gate_up), weight(down)) for layer, (gate_up, down) in pairs.items()}
+
+
+def per_expert(bank: LayerBank) -> tuple[bool, ...]:
+    """Of each tensor of `bank`, whether it has a row for each expert; if not, all experts share it."""
+    return tuple(bool(part.block[0]) for part in (*bank.gate_up.held, *bank.down.held))
+
+
+def room(bank: LayerBank, rows: int) -> Layout:
+    """What `rows` experts of `bank` take, without what all share, by the number of the tensor."""
+    return {
+        str(n): ((rows, *tensor.shape[1:]), tensor.dtype)
+        for n, (tensor, own) in enumerate(zip(bank.tensors, per_expert(bank), strict=True))
+        if own
+    }
+
+
+def expert_bytes(bank: LayerBank) -> int:
+    """What a slot of this layer takes."""
+    each = zip(bank.tensors, per_expert(bank), strict=True)
+    return sum(tensor.nbytes // len(tensor) for tensor, own in each if own and len(tensor))

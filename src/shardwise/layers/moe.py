@@ -3,7 +3,8 @@
 Legend: T tokens, H hidden, E experts, I intermediate columns of this rank, k experts a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +25,11 @@ def declare_mlp(hidden: int, size: int, name: str, source: str, format_of: Forma
     }
 
 
+def expert_names(name: str) -> tuple[str, str]:
+    """The banks of gates with ups, and of downs, of the routed experts of `name`."""
+    return f"{name}.experts.gate_up", f"{name}.experts.down"
+
+
 def declare_moe(config: ModelConfig, name: str, source: str, stacked: bool, format_of: FormatOf) -> Specs:
     """Experts, router and shared expert of `source` (…mlp). stacked: the checkpoint has one tensor for all experts."""
     hidden, size, experts = config.hidden_size, config.expert_intermediate_size, config.experts
@@ -39,11 +45,10 @@ def declare_moe(config: ModelConfig, name: str, source: str, stacked: bool, form
     router = (Segment("experts", experts), Segment("shared", 1))
     gates = [f"{source}.gate", f"{source}.shared_expert_gate"]
     shared = config.shared_expert_intermediate_size
+    gate_up, down = expert_names(name)
     return {
-        f"{name}.experts.gate_up": ParamSpec((experts, halves, hidden), formats.pop(), ins, "expert", cut=1),
-        f"{name}.experts.down": ParamSpec(
-            (experts, hidden, (Segment("intermediate", size),)), format_of(outs[0]), outs, "expert", cut=2
-        ),
+        gate_up: ParamSpec((experts, halves, hidden), formats.pop(), ins, "expert", cut=1),
+        down: ParamSpec((experts, hidden, (Segment("intermediate", size),)), format_of(outs[0]), outs, "expert", cut=2),
         **declare_columns(f"{name}.router", router, hidden, gates, format_of, None),
         **declare_mlp(hidden, shared, f"{name}.shared", f"{source}.shared_expert", format_of),
     }
@@ -65,9 +70,45 @@ class Mlp:
         return self.down(self.ops.silu_mul(both_T2I)), residual_TH
 
 
+class Experts(Protocol):
+    """Where the routed experts of a layer are, and how they are computed."""
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        ids_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        shared_gate_up: Sequence[Weight],
+        shared_down: Sequence[Weight],
+        gate_T1: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ops.moe_shared, without its banks."""
+        ...
+
+
+class Resident:
+    """All experts, on the device."""
+
+    def __init__(self, gate_up: Weight, down: Weight, ctx: RankContext) -> None:
+        self.gate_up, self.down, self.ops = gate_up, down, ctx.ops
+
+    def __call__(self, x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest)
+
+
 class Moe:
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], name: str, ctx: RankContext) -> None:
-        self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
+    """experts: of this layer, if they are not among `weights`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        name: str,
+        ctx: RankContext,
+        experts: Experts | None = None,
+    ) -> None:
+        gate_up, down = expert_names(name)
+        self.experts = experts or Resident(weights[gate_up], weights[down], ctx)
         self.router = Linear(weights, f"{name}.router", ctx, torch.float32)
         self.shared = Mlp(weights, f"{name}.shared", ctx)
         self.top_k, self.ops = config.experts_per_token, ctx.ops
@@ -84,4 +125,4 @@ class Moe:
             added_TH, residual_TH, norm.weight_H, norm.eps, self.router.parts, self.top_k, self.arrivals
         )
         shared = self.shared.gate_up.parts, self.shared.down.parts
-        return self.ops.moe_shared(x_TH, self.gate_up, self.down, ids_Tk, weights_Tk, *shared, gate_T1), residual_TH
+        return self.experts(x_TH, ids_Tk, weights_Tk, *shared, gate_T1), residual_TH

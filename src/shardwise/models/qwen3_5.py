@@ -27,6 +27,11 @@ def layer_name(layer: int) -> str:
     return f"layers.{layer}"
 
 
+def expert_banks(config: ModelConfig) -> dict[int, tuple[str, str]]:
+    """By layer, the names of the routed experts' weights: gates with ups, and downs."""
+    return {i: moe.expert_names(f"{layer_name(i)}.mlp") for i in range(config.layers) if config.experts}
+
+
 def declare(config: ModelConfig, names: Names, format_of: FormatOf, dtype: str) -> Specs:
     """Every weight of the text model, by local name. `dtype` (safetensors' name) is what plain weights are held in."""
     head = None if config.tied else names.head
@@ -68,7 +73,14 @@ def declare_rows(config: ModelConfig, dtype: str) -> Specs:
 class Layer:
     """Norm, mixer, norm, feed-forward. What each part adds to the residual is added by the next one's norm."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], i: int, ctx: RankContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        i: int,
+        ctx: RankContext,
+        experts: moe.Experts | None = None,
+    ) -> None:
         name = layer_name(i)
         self.mixer: GatedAttention | GatedDeltaNet = (
             GatedAttention(config, weights, f"{name}.attention", ctx)
@@ -76,7 +88,7 @@ class Layer:
             else GatedDeltaNet(config, weights, f"{name}.delta", ctx)
         )
         mlp = f"{name}.mlp"
-        self.mlp = moe.Moe(config, weights, mlp, ctx) if config.experts else moe.Mlp(weights, mlp, ctx)
+        self.mlp = moe.Moe(config, weights, mlp, ctx, experts) if config.experts else moe.Mlp(weights, mlp, ctx)
         self.input_norm = Norm(weights[f"{name}.input_norm"].plain, config.rms_norm_eps)
         self.post_norm = Norm(weights[f"{name}.post_attention_norm"].plain, config.rms_norm_eps)
 
@@ -97,12 +109,18 @@ class Layer:
 
 
 class Model:
-    """A rank's part of the text model."""
+    """A rank's part of the text model. experts: by layer, those that are not among `weights`."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ctx: RankContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        ctx: RankContext,
+        experts: Mapping[int, moe.Experts] | None = None,
+    ) -> None:
         self.config, self.ops, self.comm = config, ctx.ops, ctx.comm
         self.embedding, self.head = Embedding(weights, ctx), Head(weights, ctx)
-        self.layers = [Layer(config, weights, i, ctx) for i in range(config.layers)]
+        self.layers = [Layer(config, weights, i, ctx, (experts or {}).get(i)) for i in range(config.layers)]
         self.norm = weights["norm"].plain
         self.rope = rope_table(config).to(ctx.device)
 

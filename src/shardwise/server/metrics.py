@@ -25,6 +25,9 @@ COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "looked_up_tokens": ("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache."),
         "cached_tokens": ("prefix_cache_hits", "Tokens of prompts that were found there."),
         "host_cached_tokens": ("prefix_cache_host_hits", "Of those, the ones that only host memory had."),
+        "expert_hits": ("expert_cache_hits", "Experts that a step wanted of a layer and found on the device."),
+        "expert_misses": ("expert_cache_misses", "Experts that it did not find there."),
+        "expert_copied_bytes": ("expert_copied_bytes", "Of experts, copied to the first rank's device."),
         "snapshot_evictions": ("prefix_cache_evictions", "Recurrent states that made room for others."),
     }
 )
@@ -72,6 +75,7 @@ class _EngineCollector(Collector):
                 stats.host_kv_tokens_used / max(1, stats.host_kv_tokens) if stats else 0.0,
             ),
             ("host_snapshots", "Recurrent states in the host tier.", stats.host_snapshots if stats else 0),
+            ("expert_slots", "Experts of a layer that are on the device; 0: all.", stats.expert_slots if stats else 0),
             ("engine_ready", "1 if a step has run on every rank.", int(self._engine.ready is not None)),
         )
         for name, text, value in gauges:

@@ -51,7 +51,7 @@ def plan_slots_kernel(
     missing_E = (wanted_E > 0) & (slot_E < 0)
     misses = tl.sum(missing_E.to(tl.int32), 0)
     left_E = tl.where(missing_E, e_E, BE)
-    for n in range(0, misses):
+    for n in range(misses):
         expert = tl.min(left_E, 0)
         slot = (tl.min(key_S, 0) & SLOT_MASK).to(tl.int32)
         old = tl.sum(tl.where(s_S == slot, expert_S, 0), 0)
@@ -110,10 +110,8 @@ def fetch_kernel(tiles, fetches, count, capacity, parts, WORDS: tl.constexpr, BY
         source = tl.load(fetches + work // parts).to(tl.int64)
         target = tl.load(fetches + capacity + work // parts).to(tl.int64)
         row_bytes, size = tl.load(tile + 3), tl.load(tile + 4)
-        if source >= 0:
-            read = tl.load(tile) + source * row_bytes
-        else:
-            read = tl.load(tile + 1) + (-1 - source) * row_bytes
+        held = source < 0
+        read = tl.load(tile + tl.where(held, 1, 0)) + tl.where(held, -1 - source, source) * row_bytes
         write = tl.load(tile + 2) + target * row_bytes
         if tl.load(tile + 5) > 0:
             from_W = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), 16) + w_W
