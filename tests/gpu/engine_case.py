@@ -143,7 +143,7 @@ def main() -> None:
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
         overlap=args.overlap, comm=args.comm,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part),
-        load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([8000, *args.contexts]) + 512,
+        load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([7680, *args.contexts]) + 512,
         kv_tokens=200_000, gpu=tuple(part for part in args.gpu.split(",") if part),
     )  # fmt: skip
     one = build_rank(serve, env)

@@ -19,6 +19,7 @@ from shardwise.engine.grammar import GrammarError, Grammars, mask
 from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats, Tokens
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.readback import Readback
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
 from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
@@ -56,7 +57,7 @@ class _Launched:
     step: Step
     sampled: Sampled | None
     scores: dict[Request, PromptScores]
-    finite_K: torch.Tensor | None = None  # by chunk with `check`, in the plan's order
+    finite_K: Readback | None = None  # by chunk with `check`, in the plan's order
 
 
 def host_stats(host: HostTier | None) -> dict[str, int]:
@@ -262,7 +263,7 @@ class Engine:
             for request, chunk in zip(step.requests, step.plan.chunks, strict=True)
             if chunk.prompt_logits and (found := self._score(request, chunk, logits.prompt[chunk.row]))
         }
-        finite_K = None if logits.checked_KV is None else logits.checked_KV.amax(dim=-1).isfinite()
+        finite_K = None if logits.checked_KV is None else Readback(logits.checked_KV.amax(dim=-1).isfinite())
         sampled = None
         if step.sampled:
             mask(logits.sampled_LV, step.sampled)
@@ -290,7 +291,7 @@ class Engine:
             else:
                 request.prompt_logprobs += found
         checked = [each for each in zip(step.requests, step.plan.chunks, strict=True) if each[1].check]
-        finite = launched.finite_K.tolist() if launched.finite_K is not None else []
+        finite = launched.finite_K.lists()[0] if launched.finite_K is not None else []
         unsound = [each for each, fine in zip(checked, finite, strict=True) if not fine]
         for request, chunk in unsound:
             self._fail(request, f"the model's output after {chunk.start + chunk.count} tokens is not finite")

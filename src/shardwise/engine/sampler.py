@@ -18,6 +18,7 @@ import torch
 from shardwise.engine.messages import Logprob
 from shardwise.engine.noise import gumbel, split_seed
 from shardwise.engine.penalties import TokenCounts, penalised
+from shardwise.engine.readback import Readback
 from shardwise.engine.request import Request
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the same, with overflows
@@ -41,19 +42,28 @@ def largest(logits_LV: torch.Tensor, count: int) -> torch.Tensor:
     return logits_LV.shape[-1] - 1 - (keys_LK & 0xFFFFFFFF)
 
 
-@dataclass(frozen=True)
 class Sampled:
-    """What one step sampled, still on the device."""
+    """What one step sampled: on the device, and on its way to the host.
 
-    tokens_L: torch.Tensor  # int64; -1: the row's logits were not finite
-    wanted: dict[int, int] = field(default_factory=dict)  # by row: how many of the likeliest to report
-    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # by wanted row: own, top ids, top values
+    tokens_L: int64; -1: the row's logits were not finite. wanted: by row, how many of the likeliest to report.
+    logprobs: of each wanted row: own, top ids, top values.
+    """
+
+    def __init__(
+        self,
+        tokens_L: torch.Tensor,
+        wanted: dict[int, int] | None = None,
+        logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self.tokens_L, self.wanted = tokens_L, wanted or {}
+        self._read = Readback(tokens_L, *(logprobs or ()))
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """Wait for the device. By row, the token (None: its logits were not finite) and its logprob if wanted."""
-        tokens = [None if token < 0 else token for token in self.tokens_L.tolist()]
+        numbered, *columns = self._read.lists()
+        tokens = [None if token < 0 else token for token in numbered]
         found: dict[int, Logprob] = {}
-        numbers = zip(*(column.tolist() for column in self.logprobs), strict=True) if self.logprobs else ()
+        numbers = zip(*columns, strict=True) if columns else ()
         for (row, count), (own, ids, values) in zip(self.wanted.items(), numbers, strict=True):
             token = tokens[row]
             if token is not None:
@@ -69,15 +79,15 @@ def _logprob(token: int, own: float, ids: list[int], values: list[float], count:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What the model made of some tokens of a prompt, still on the device."""
+    """What the model made of some tokens of a prompt, on its way to the host."""
 
     tokens: Sequence[int]
     top: int
-    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of each token: own, top ids, top values
+    logprobs: Readback  # of each token: own, top ids, top values
 
     def read(self) -> list[Logprob] | None:
         """Wait for the device. None: a logit was not a number."""
-        own, ids, values = (column.tolist() for column in self.logprobs)
+        own, ids, values = self.logprobs.lists()
         if any(value != value for value in own):
             return None
         return [_logprob(*each, self.top) for each in zip(self.tokens, own, ids, values, strict=True)]
@@ -88,7 +98,7 @@ def score_prompt(logits_CV: torch.Tensor, tokens: Sequence[int], top: int) -> Pr
     logprobs_CV = logits_CV.float().log_softmax(dim=-1)
     own_C = logprobs_CV.gather(1, _ints(tokens, logits_CV.device).unsqueeze(1)).squeeze(1)
     ids_CK = largest(logprobs_CV, top)
-    return PromptScores(tokens, top, (own_C, ids_CK, logprobs_CV.gather(1, ids_CK)))
+    return PromptScores(tokens, top, Readback(own_C, ids_CK, logprobs_CV.gather(1, ids_CK)))
 
 
 @dataclass
