@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.messages import SamplingParams
-from shardwise.engine.noise import gumbel, split_seed
 from shardwise.engine.request import Request
 from shardwise.engine.sampler import Sampler, largest, score_prompt
+from shardwise.kernels.draw.reference import gumbel, split_seed
 
 
 def make(arrival: int = 0, prompt: list[int] | None = None, seed: int = 1, stop=(), **sampling) -> Request:
@@ -142,7 +142,7 @@ def test_the_winners_noise_is_fine_grained():
 
 @pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
 def test_noise_is_finite_at_the_ends(bits: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardwise.engine.noise._mix", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr("shardwise.kernels.draw.reference._mix", lambda x: torch.full_like(x, bits))
     zero = torch.tensor([[0]])
     assert gumbel(zero, zero, zero, zero).isfinite().all()
 

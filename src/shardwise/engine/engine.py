@@ -89,11 +89,12 @@ class Engine:
         picture_tokens: int = 0,
         grammars: Grammars | None = None,
         reuse: ReuseOptions | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """grammars: compiles what answers must match; without, such requests are refused."""
+        """grammars: compiles what answers must match; without, such requests are refused. sampler: of the device."""
         self.scheduler = Scheduler(limits, reuse)
         self._runner = runner
-        self._sampler = Sampler()
+        self._sampler = sampler or Sampler()
         self._eos = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._steps_ahead = int(overlap)

@@ -9,20 +9,23 @@ min_p, top_k, top_p.
 Legend: L rows of logits, V vocabulary, N rows of a group, K candidates, C tokens of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log
 
 import torch
 
 from shardwise.engine.messages import Logprob
-from shardwise.engine.noise import gumbel, split_seed
 from shardwise.engine.penalties import TokenCounts, penalised
 from shardwise.engine.readback import Readback
 from shardwise.engine.request import Request
+from shardwise.kernels.draw import reference
+from shardwise.kernels.draw.reference import gumbel, split_seed
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the same, with overflows
 NARROW = 256  # up to this top_k, candidates are selected; above it, and for top_p alone, all ids are sorted
+
+DrawOp = Callable[..., torch.Tensor]  # kernels/draw
 
 
 def sort_keys(logits_LV: torch.Tensor) -> torch.Tensor:
@@ -110,16 +113,16 @@ class _Draw:
     ints_N4: torch.Tensor  # top_k, low and high half of the seed, index of the token
     floats_N3: torch.Tensor  # temperature, top_p, logarithm of min_p
 
-    def tokens(self, logits_LV: torch.Tensor) -> torch.Tensor:
+    def tokens(
+        self, logits_LV: torch.Tensor, largest_L: torch.Tensor, draw: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         """int64 [N]."""
+        if not self.candidates:
+            return draw(logits_LV, self.rows_N, largest_L, self.floats_N3[:, 0], self.ints_N4[:, 1:])
         whole = len(self.rows_N) == len(logits_LV)  # rows are in order: no need to copy them out
         logits_NV = logits_LV if whole else logits_LV[self.rows_N]
         temperature_N1, top_p_N1, log_min_p_N1 = self.floats_N3.split(1, dim=1)
         top_k_N1, low_N1, high_N1, index_N1 = self.ints_N4.split(1, dim=1)
-        if not self.candidates:
-            ids_1V = torch.arange(logits_NV.shape[-1], device=logits_NV.device).unsqueeze(0)
-            scaled_NV = (logits_NV - logits_NV.amax(dim=-1, keepdim=True)) / temperature_N1
-            return (scaled_NV + gumbel(low_N1, high_N1, index_N1, ids_1V)).argmax(dim=-1)
         ids_NK = largest(logits_NV, self.candidates)
         values_NK = logits_NV.gather(1, ids_NK)
         values_NK = (values_NK - values_NK[:, :1]) / temperature_N1
@@ -164,7 +167,9 @@ class _Batch:
 class Sampler:
     """Chooses tokens, and remembers what that needs of each request until `forget`."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: DrawOp = reference.draw) -> None:
+        """draw: the operation of kernels/draw for the device."""
+        self._draw = draw
         self._counts = TokenCounts()
         self._batch: _Batch | None = None
 
@@ -178,7 +183,7 @@ class Sampler:
         logits_LV = self._shape(logits_LV, batch)
         values_L, tokens_L = logits_LV.max(dim=-1)  # of equals the first; a NaN is larger than all
         for draw in batch.draws:
-            tokens_L[draw.rows_N] = draw.tokens(logits_LV)
+            tokens_L[draw.rows_N] = draw.tokens(logits_LV, values_L, self._draw)
         tokens_L = torch.where(values_L.isfinite(), tokens_L, -1)
         if batch.penalties is not None:
             rows_P, slots_P, _ = batch.penalties

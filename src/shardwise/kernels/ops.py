@@ -37,6 +37,7 @@ class Ops:
     moe_shared: Callable[..., torch.Tensor]
     gated_delta_norm: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
+    draw: Callable[..., torch.Tensor]
     plan_slots: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     plan_wanted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     fetch_experts: Callable[..., None]
@@ -54,7 +55,7 @@ def select(choice: Literal["auto", "reference", "triton"], device: torch.device,
 
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
-    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots = modules
+    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw = modules
     return Ops(
         name=name,
         rms_norm=norm.rms_norm,
@@ -76,6 +77,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         moe_shared=moe_block.moe_shared,
         gated_delta_norm=delta_step.gated_delta_norm,
         embed=embedding.embed,
+        draw=draw.draw,
         plan_slots=slots.plan_slots,
         plan_wanted=slots.plan_wanted,
         fetch_experts=slots.fetch_experts,
@@ -87,6 +89,7 @@ def _reference() -> Ops:
     import shardwise.kernels.conv.reference as conv
     import shardwise.kernels.delta.reference as delta
     import shardwise.kernels.delta_step.reference as delta_step
+    import shardwise.kernels.draw.reference as draw
     import shardwise.kernels.embedding.reference as embedding
     import shardwise.kernels.expert_slots.reference as slots
     import shardwise.kernels.linear.reference as linear
@@ -96,7 +99,7 @@ def _reference() -> Ops:
     import shardwise.kernels.norm.reference as norm
     import shardwise.kernels.rope.reference as rope
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots)
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw)
     return _table("reference", modules)
 
 
@@ -111,6 +114,7 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     import shardwise.kernels.conv.triton as conv
     import shardwise.kernels.delta.triton as delta
     import shardwise.kernels.delta_step.triton as delta_step
+    import shardwise.kernels.draw.triton as draw
     import shardwise.kernels.embedding.triton as embedding
     import shardwise.kernels.expert_slots.triton as slots
     import shardwise.kernels.linear.triton as linear
@@ -121,7 +125,7 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     import shardwise.kernels.rope.triton as rope
     from shardwise.kernels.overlap import can_overlap
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots)
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw)
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table

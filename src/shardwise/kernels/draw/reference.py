@@ -1,9 +1,9 @@
-"""Random numbers that are a function of (seed, index of the token, vocabulary id) and of nothing else.
+"""Tokens drawn by random numbers that are a function of (seed, index of the token, vocabulary id) and of nothing else.
 
 So a seeded request draws the same tokens whatever shares its batch, wherever it is cut off and resumed, and on
 whatever device; and noise is needed only for those ids that are still in the running.
 
-Legend: N rows, K ids of each row.
+Legend: N rows, K ids of each row, L rows of logits, V vocabulary.
 """
 
 import torch
@@ -39,3 +39,21 @@ def gumbel(low_N1: torch.Tensor, high_N1: torch.Tensor, index_N1: torch.Tensor, 
     # The winners have small exponentials: log1p keeps 32 bits of resolution there. The clamp keeps the others finite.
     uniform_NK = ((bits_NK.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform_NK.neg_().log1p_().neg_().log_().neg_()
+
+
+def draw(
+    logits_LV: torch.Tensor,
+    rows_N: torch.Tensor,
+    largest_L: torch.Tensor,
+    temperature_N: torch.Tensor,
+    seeds_N3: torch.Tensor,
+) -> torch.Tensor:
+    """int64 [N]: a token from each of `rows_N` (int64) of fp32 logits, by softmax(logits / temperature).
+
+    largest_L: each row's largest logit. seeds: low and high half, and index, as for `gumbel`. Of equals the lowest.
+    """
+    low_N1, high_N1, index_N1 = seeds_N3.split(1, dim=1)
+    logits_NV = logits_LV if len(rows_N) == len(logits_LV) else logits_LV[rows_N]  # rows are in order
+    ids_1V = torch.arange(logits_NV.shape[-1], device=logits_NV.device).unsqueeze(0)
+    scaled_NV = (logits_NV - largest_L[rows_N].unsqueeze(1)) / temperature_N.unsqueeze(1)
+    return (scaled_NV + gumbel(low_N1, high_N1, index_N1, ids_1V)).argmax(dim=-1)

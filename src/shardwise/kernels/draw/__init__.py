@@ -1,0 +1,1 @@
+"""Drawing tokens at random from whole rows of logits."""

@@ -1,0 +1,101 @@
+"""Drawing tokens as Triton kernels: one pass over the logits, then the best of its parts.
+
+Legend: N rows, L rows of logits, V vocabulary, B ids of a program, P programs of a row.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.triton import power_of_two
+
+BLOCK = 2048
+
+
+@triton.jit
+def _mix(x):
+    """As the reference's, of uint32, whose products wrap."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _gumbel(low, high, index, id_B):
+    index = _mix(index)
+    first = _mix(high ^ _mix(low ^ index))
+    second = _mix(low ^ _mix(high ^ (index + 0x9E3779B9)))
+    bits_B = _mix(_mix(id_B.to(tl.uint32) ^ first) + second)
+    u_B = tl.minimum((bits_B.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log(1 - u), by its series where 1 - u would round away what tells small ones apart
+    series_B = u_B * (1 + u_B * (0.5 + u_B * (0.33333334 + u_B * 0.25)))
+    return -tl.log(tl.where(u_B < 0.01, series_B, -tl.log(1 - u_B)))
+
+
+@triton.jit
+def part_kernel(
+    logits, stride, rows, largest, temperature, temperature_stride, seeds, seeds_stride, best, best_id, vocabulary,
+    parts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best score of a part of a row, and its id."""
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + n)
+    id_B = part * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(logits + row * stride + id_B, mask=id_B < vocabulary, other=float("-inf"))
+    scaled_B = (x_B - tl.load(largest + row)) / tl.load(temperature + n * temperature_stride)
+    low = tl.load(seeds + n * seeds_stride).to(tl.uint32)
+    high = tl.load(seeds + n * seeds_stride + 1).to(tl.uint32)
+    index = tl.load(seeds + n * seeds_stride + 2).to(tl.uint32)
+    score_B = scaled_B + _gumbel(low, high, index, id_B)
+    score_B = tl.where(score_B == score_B, score_B, float("-inf"))
+    top = tl.max(score_B, 0)
+    tl.store(best + n * parts + part, top)
+    tl.store(best_id + n * parts + part, tl.min(tl.where(score_B == top, id_B, vocabulary - 1), 0))
+
+
+@triton.jit
+def best_kernel(best, best_id, out, parts, BP: tl.constexpr):
+    """The best of a row's parts, the first of equals."""
+    n = tl.program_id(0).to(tl.int64)
+    p_P = tl.arange(0, BP)
+    score_P = tl.load(best + n * parts + p_P, mask=p_P < parts, other=float("-inf"))
+    first = tl.min(tl.where((score_P == tl.max(score_P, 0)) & (p_P < parts), p_P, parts - 1), 0)
+    tl.store(out + n, tl.load(best_id + n * parts + first).to(tl.int64))
+
+
+def draw(
+    logits_LV: torch.Tensor,
+    rows_N: torch.Tensor,
+    largest_L: torch.Tensor,
+    temperature_N: torch.Tensor,
+    seeds_N3: torch.Tensor,
+) -> torch.Tensor:
+    """As the reference; noise may differ in the last bit, as logarithms do."""
+    (count,), vocabulary = rows_N.shape, logits_LV.shape[-1]
+    out_N = torch.empty(count, dtype=torch.int64, device=logits_LV.device)
+    if not count:
+        return out_N
+    parts = triton.cdiv(vocabulary, BLOCK)
+    best_NP = torch.empty((count, parts), dtype=torch.float32, device=logits_LV.device)
+    ids_NP = torch.empty((count, parts), dtype=torch.int32, device=logits_LV.device)
+    logits_LV = logits_LV if logits_LV.stride(-1) == 1 else logits_LV.contiguous()
+    part_kernel[(count, parts)](
+        logits_LV, logits_LV.stride(0), rows_N, largest_L, temperature_N, temperature_N.stride(0), seeds_N3,
+        seeds_N3.stride(0), best_NP, ids_NP, vocabulary, parts, BLOCK, num_warps=4,
+    )  # fmt: skip
+    best_kernel[(count,)](best_NP, ids_NP, out_N, parts, power_of_two(parts), num_warps=4)
+    return out_N
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """The one configuration, for a vocabulary of 248,320."""
+    types = dict.fromkeys(("logits", "largest", "temperature", "best"), "*fp32")
+    types |= {"rows": "*i64", "seeds": "*i64", "best_id": "*i32", "out": "*i64"}
+    constexprs = {"BLOCK": BLOCK}
+    yield CompileCase(part_kernel, signature(part_kernel, constexprs, types), constexprs, 4, 1)
+    constexprs = {"BP": 128}
+    yield CompileCase(best_kernel, signature(best_kernel, constexprs, types), constexprs, 4, 1)

@@ -1,0 +1,62 @@
+"""Drawing tokens: Triton against the reference, and both against the distribution they draw from."""
+
+import pytest
+import torch
+
+from shardwise.kernels.draw import reference
+from shardwise.kernels.draw import triton as fast
+
+BOTH = pytest.mark.parametrize("impl", [reference, fast], ids=["reference", "triton"])
+
+
+def seeds(count: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """[N, 3], as a view of wider rows, as the sampler has them."""
+    source = torch.Generator().manual_seed(seed)
+    ints_N4 = torch.randint(0, 1 << 32, (count, 4), generator=source)
+    ints_N4[:, 3] = torch.randint(0, 5000, (count,), generator=source)
+    return ints_N4.to(device)[:, 1:]
+
+
+def temperatures(values: list[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor([[value, 0.0] for value in values], device=device)[:, 0]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("vocabulary", [1, 7, 2048, 2049, 5000])
+def test_triton_draws_what_the_reference_draws(vocabulary, device):
+    logits_LV = (
+        4 * torch.randn(9, vocabulary + 3, generator=torch.Generator().manual_seed(1)).to(device)[:, :vocabulary]
+    )
+    rows_N = torch.tensor([0, 2, 3, 8], device=device)
+    heat_N, seeds_N3 = temperatures([0.3, 1.0, 1.7, 50.0], device), seeds(4, device)
+    largest_L = logits_LV.amax(-1)
+    want, got = (impl.draw(logits_LV, rows_N, largest_L, heat_N, seeds_N3) for impl in (reference, fast))
+    assert got.dtype == torch.int64
+    assert got.tolist() == want.tolist()
+
+
+@BOTH
+def test_the_shares_are_those_of_the_softmax(impl, device):
+    logits_1V = torch.tensor([[2.0, 0.0, 1.0, float("-inf"), 3.0]], device=device)
+    count = 4000
+    seeds_N3 = seeds(count, device, 2)
+    logits_LV = logits_1V.expand(count, -1).contiguous()
+    rows_N, heat_N = torch.arange(count, device=device), temperatures([2.0] * count, device)
+    drawn_N = impl.draw(logits_LV, rows_N, logits_LV.amax(-1), heat_N, seeds_N3)
+    shares_V = torch.bincount(drawn_N.cpu(), minlength=5) / count
+    torch.testing.assert_close(shares_V, (logits_1V / 2).softmax(-1)[0].cpu(), atol=0.03, rtol=0)
+    assert shares_V[3] == 0
+
+
+@BOTH
+def test_a_row_does_not_depend_on_the_others_and_none_is_fine(impl, device):
+    logits_LV = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3)).to(device)
+    seeds_N3, heat_N, largest_L = seeds(6, device), temperatures([1.0] * 6, device), logits_LV.amax(-1)
+    every = impl.draw(logits_LV, torch.arange(6, device=device), largest_L, heat_N, seeds_N3)
+    for n in range(6):
+        alone = impl.draw(
+            logits_LV, torch.tensor([n], device=device), largest_L, heat_N[n : n + 1], seeds_N3[n : n + 1]
+        )
+        assert alone.tolist() == every[n : n + 1].tolist()
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    assert impl.draw(logits_LV, none, largest_L, heat_N[:0], seeds_N3[:0]).shape == (0,)
