@@ -117,7 +117,7 @@ def planned_bytes(one: Rank) -> int:
     made, limits, rank = one.made, one.budget, one.ctx.rank
     weights = sum(local_bytes(spec, made.partitions, rank) for spec in made.specs.values())
     caches = limits.pages * made.caches.page_bytes(made.partitions, rank)
-    caches += limits.rows * made.caches.row_bytes(made.partitions, rank)
+    caches += (limits.rows + limits.snapshot_rows) * made.caches.row_bytes(made.partitions, rank)
     return weights + caches
 
 

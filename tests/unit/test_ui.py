@@ -157,7 +157,7 @@ async def test_ranks_that_share_a_device_share_its_memory() -> None:
 @pytest.mark.parametrize("ratio", [(1.0,), (5.0, 3.0), (1.0, 0.0, 2.0)])
 def test_memory_of_ranks_is_what_the_shard_spec_says(ratio: tuple[float, ...]) -> None:
     made = blueprint(ServeConfig(model=str(MODEL), ranks=len(ratio), ratio=ratio, device="cpu"))
-    limits = Budget(4, 64, 100, rows=5, pages=7, page_tokens=64)
+    limits = Budget(4, 64, 100, rows=5, pages=7, page_tokens=64, snapshot_rows=2)
     ranks = len(ratio)
     memory = rank_memory(made.specs, made.caches, made.partitions, limits, ranks, [Device("X", "x", 99)])
     assert [each.device for each in memory] == ["X", *[""] * (ranks - 1)]
@@ -165,7 +165,7 @@ def test_memory_of_ranks_is_what_the_shard_spec_says(ratio: tuple[float, ...]) -
         assert sum(each.weights_bytes.values()) == sum(
             local_bytes(spec, made.partitions, rank) for spec in made.specs.values()
         )
-        assert each.state_bytes == 5 * each.state_row_bytes == 5 * made.caches.row_bytes(made.partitions, rank)
+        assert each.state_bytes == 7 * each.state_row_bytes == 7 * made.caches.row_bytes(made.partitions, rank)
         assert each.kv_bytes == 7 * made.caches.page_bytes(made.partitions, rank)
         assert each.kv_token_bytes * 64 == made.caches.page_bytes(made.partitions, rank)
     assert {"vocabulary", "attention", "delta", "experts", "mlp", "norms"} <= set(memory[0].weights_bytes)

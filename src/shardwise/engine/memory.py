@@ -62,7 +62,7 @@ def rank_memory(
     devices: Sequence[Device],
 ) -> tuple[RankMemory, ...]:
     """What each of `ranks` ranks holds. devices: of the first of them, as many as are known."""
-    rows = limits.rows
+    rows = limits.rows + limits.snapshot_rows
     each = list[RankMemory]()
     for rank in range(ranks):
         device = devices[rank] if rank < len(devices) else Device()
