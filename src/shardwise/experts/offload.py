@@ -4,7 +4,7 @@ Legend: T tokens, H hidden, k experts a token, E experts of a layer, S slots of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Offload:
 
     def resize(self, count: int) -> None:
         """Make the slots of every layer `count`; what was in them is forgotten, and graphs that know them are void."""
-        self._before = self.counts()
+        before = self.counts()
+        self._before = replace(before, copied_bytes=before.copied_bytes - self.staging.copied_bytes)
         self.slots.clear()
         for layer, bank in self.banks.items():
             room = self.staging.room(layer)
@@ -66,14 +67,13 @@ class Offload:
 
     def counts(self) -> Counts:
         """Since the start; waits for the device."""
-        hits, misses, copied_bytes = self._before.hits, self._before.misses, 0
-        for layer, slots in self.slots.items():
-            _, more_hits, more_misses = slots.table.counts_3.tolist()
-            hits, misses = hits + more_hits, misses + more_misses
-            copied_bytes += more_misses * expert_bytes(self.banks[layer])
-        copied_bytes += self._before.copied_bytes + self.staging.copied_bytes
-        self.staging.copied_bytes = 0
-        return Counts(hits, misses, copied_bytes)
+        tables = [slots.table.counts_3 for slots in self.slots.values()]
+        each = torch.stack(tables).tolist() if tables else []
+        hits, misses = (sum(counts[n] for counts in each) for n in (1, 2))
+        sizes = [expert_bytes(self.banks[layer]) for layer in self.slots]
+        copied_bytes = sum(counts[2] * size for counts, size in zip(each, sizes, strict=True))
+        before, streamed = self._before, self.staging.copied_bytes
+        return Counts(before.hits + hits, before.misses + misses, before.copied_bytes + copied_bytes + streamed)
 
 
 class OffloadedLayer:
