@@ -1,0 +1,246 @@
+"""Experts in host memory, on GPUs: speed with the memory of a smaller card, or the miniature's answers.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.experts_case speed --model GEOMETRY --out FILE
+    python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.experts_case answers --out FILE
+
+`speed` serves made-up weights with `--card-gib` of each GPU: ready time, decode of 1 and 4 requests from the difference
+of two lengths, the share of experts that were found in slots, bytes copied for a token, host memory, and what copies
+reach by kernels and by the copy engine. Tokens are sampled at temperature 1, since made-up models repeat themselves
+otherwise, and then want the same experts again. `answers` compares all text cases in fp32 with a quarter of the
+experts in slots to those with all of them there, and to transformers'. The process ends itself after `--limit-s`.
+"""
+
+import argparse
+import json
+import signal
+import time
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardwise.checkpoint import synth
+from shardwise.checkpoint.hub import resolve
+from shardwise.checkpoint.index import Source
+from shardwise.config import RankEnvironment, ServeConfig, rank_environment
+from shardwise.engine.build import Leader, Rank, build_rank
+from shardwise.engine.messages import Failed, Generate, SamplingParams
+from shardwise.experts.bank import Banks, LayerBank, Pairs, banks_of, expert_bytes, layout
+from shardwise.experts.memory import pin, take
+from shardwise.experts.offload import Counts, Offload
+from shardwise.shard import ParamSpec, Partitions
+from tests.gpu import engine_case
+
+SHORT, MOST_NEW, PROMPT = 24, 256, 128
+RUN_S = 12.0  # that the longest decode run should take
+CHUNK_ELEMENTS = 1 << 26
+
+
+def values(bank: LayerBank, device: torch.device) -> list[torch.Tensor]:
+    """Made-up contents for each tensor of `bank`, on the device."""
+    found = list[torch.Tensor]()
+    for weight in (bank.gate_up, bank.down):
+        for held, tensor in zip(weight.held, weight.tensors, strict=True):
+            fill = synth._fill(weight.spec, held.stored, 0.02)  # pyright: ignore[reportPrivateUsage]
+            made = torch.empty(prod(tensor.shape), dtype=tensor.dtype, device=device)
+            for part in made.split(CHUNK_ELEMENTS):
+                part.copy_(fill(torch.randint(-(1 << 62), 1 << 62, part.shape, device=device)))
+            found.append(made.view(tensor.shape))
+    return found
+
+
+def made_banks(
+    specs: Mapping[str, ParamSpec], pairs: Pairs, partitions: Partitions, rank: int, source: Source,
+    device: torch.device, *_: Any, **__: Any,
+) -> tuple[Banks, bool]:  # fmt: skip
+    """In place of loading: one layer is made on the device and copied into all banks, in seconds."""
+    begin_s = time.monotonic()
+    layouts, tensors = layout(specs, partitions, rank), dict[str, torch.Tensor]()
+    for names in pairs.values():
+        tensors |= take({**layouts[names[0]], **layouts[names[1]]})
+    pinned = device.type == "cpu" or pin(tensors.values(), device)
+    print(f"rank {rank}: {sum(t.nbytes for t in tensors.values())} bytes locked in {time.monotonic() - begin_s:.1f} s")
+    banks = banks_of(specs, pairs, partitions, rank, tensors)
+    contents = dict[tuple[Any, ...], list[torch.Tensor]]()
+    for bank in banks.values():
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in bank.tensors)
+        contents.setdefault(kind, [])
+        contents[kind] = contents[kind] or values(bank, device)
+        for tensor, content in zip(bank.tensors, contents[kind], strict=True):
+            tensor.copy_(content)
+    return banks, pinned
+
+
+def generate(leader: Leader, batch: int, new: int, seed: int) -> float:
+    """Seconds for `new` sampled tokens of each of `batch` requests."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab = leader.rank.made.model.vocab_size
+    synchronize()
+    begin_s = time.perf_counter()
+    for n in range(batch):
+        prompt = torch.randint(vocab, (PROMPT,), generator=generator).tolist()
+        sampling = SamplingParams(max_tokens=new, temperature=1.0, seed=seed + n, ignore_eos=True)
+        leader.add(Generate(f"{seed} {n}", prompt, sampling))
+    while leader.has_work():
+        for message in leader.step():
+            if isinstance(message, Failed):
+                raise RuntimeError(message.message)
+    synchronize()
+    return time.perf_counter() - begin_s
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def decode(leader: Leader, batch: int) -> dict[str, float]:
+    """Tokens a second, hit rate and bytes copied a token, of what the longer of two runs has more."""
+    offload = leader.rank.offload
+    generate(leader, batch, 16, 1)
+    few_s, before = generate(leader, batch, SHORT, 2), counts_of(offload)
+    probe_s, middle = generate(leader, batch, 2 * SHORT, 3), counts_of(offload)
+    rate = SHORT / max(probe_s - few_s, 1e-3)
+    new = max(3 * SHORT, min(MOST_NEW, int(RUN_S * rate)))
+    many_s, after = generate(leader, batch, new, 4), counts_of(offload)
+    tokens = batch * new
+    hits, misses = after.hits - middle.hits, after.misses - middle.misses
+    return {
+        "tokens_per_s": batch * (new - SHORT) / (many_s - few_s),
+        "new_tokens": new,
+        "hit_rate": hits / max(1, hits + misses),
+        # A prompt copies layers whole where its tokens want more experts than there are: of both runs alike.
+        "copied_mib_a_token": (after.copied_bytes - middle.copied_bytes - (middle.copied_bytes - before.copied_bytes))
+        / (tokens - 2 * SHORT * batch) / (1 << 20),
+        "prompt_s": probe_s - 2 * SHORT / rate,
+    }  # fmt: skip
+
+
+def counts_of(offload: Offload | None) -> Counts:
+    return offload.counts() if offload else Counts()
+
+
+def copies(offload: Offload) -> dict[str, float]:
+    """GB/s from the bank of the first layer: by kernels into slots, by the copy engine into a whole room."""
+    layer, bank = next(iter(offload.banks.items()))
+    count, found = min(offload.count, 32), dict[str, float]()
+    fetches = torch.arange(count, dtype=torch.int32, device=offload.device).repeat(2, 1)
+
+    def by_kernel(many: int) -> None:
+        number = torch.tensor([many], dtype=torch.int32, device=offload.device)
+        offload.ops.fetch_experts(offload.slots[layer].fill, fetches, number)
+
+    def by_engine(_: int) -> None:
+        for source, room in zip(bank.tensors, offload.staging.room(layer).tensors, strict=True):
+            room.copy_(source, non_blocking=True)
+
+    for name, work, many, size in (
+        ("kernel_1_expert", by_kernel, 1, expert_bytes(bank)),
+        ("kernel_8_experts", by_kernel, min(8, count), min(8, count) * expert_bytes(bank)),
+        ("kernel_many", by_kernel, count, count * expert_bytes(bank)),
+        ("engine_layer", by_engine, 0, bank.nbytes),
+    ):
+        work(many)
+        synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(5):
+            work(many)
+        synchronize()
+        found[f"{name}_gb_per_s"] = 5 * size / (time.perf_counter() - begin_s) / 1e9
+    offload.resize(offload.count)  # what was fetched is not what the table says
+    return found
+
+
+def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int]) -> dict[str, Any]:
+    """All figures of one configuration."""
+    leader, offload = Leader(one, serve), one.offload
+    found: dict[str, Any] = {"ready_s": ready_s, "ranks": one.ctx.world, "kv_tokens": one.budget.kv_tokens}
+    if offload is not None:
+        found |= {
+            "slots": offload.count,
+            "experts": offload.experts,
+            "host_gib": sum(bank.nbytes for bank in offload.banks.values()) / (1 << 30),
+        }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "allocated_gib": torch.cuda.memory_allocated() / (1 << 30)}
+    for batch in batches:
+        found[f"b{batch}"] = decode(leader, batch)
+        print(f"b{batch}: {json.dumps(found[f'b{batch}'])}", flush=True)
+    leader.stop()
+    if offload is not None:  # last: it moves what graphs know
+        found |= copies(offload)
+    return found
+
+
+def answers(env: RankEnvironment, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How many of the miniature's answers differ from those of resident experts, and from transformers'."""
+    runs = dict[str, dict[str, list[int]]]()
+    figures = dict[str, Any]()
+    for mode, slots, requests in (("resident", 0, 64), ("offload", 2, 3)):  # three want 6 of 8 experts: graphs
+        serve = ServeConfig(
+            model=str(resolve("")), ranks=env.world, dtype="float32", experts=mode, expert_slots=slots,
+            max_num_seqs=requests, max_model_len=4096, kv_tokens=65536, prefix_cache=False, **options,
+        )  # fmt: skip
+        one = build_rank(serve, env)
+        leader = Leader(one, serve)
+        begin_s = time.perf_counter()
+        runs[mode] = engine_case.answers(leader)
+        figures |= {f"{mode}_s": time.perf_counter() - begin_s, f"{mode}_graphs": one.runner.graphs is not None}
+        figures |= {f"{mode}_{name}": value for name, value in vars(counts_of(one.offload)).items()}
+        leader.stop()
+    golden = {str(number): list(each.ids) for number, each in engine_case.evaluation.golden().items()}
+    for name, expected in (("resident", runs["resident"]), ("transformers", golden)):
+        figures[f"differ_from_{name}"] = sum(tokens != expected[case] for case, tokens in runs["offload"].items())
+    return figures | {"answers": len(runs["offload"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["answers", "speed"])
+    parser.add_argument("--model", default="benchmarks/geometry/qwen3.6-35b-a3b-fp8")
+    parser.add_argument("--card-gib", type=float, default=24.0)
+    parser.add_argument("--slots", type=int, default=0, help="of each layer; 0: what the card holds")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=int, default=110)
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false")
+    for name, value in (("device", "auto"), ("kernels", "auto"), ("experts", "offload"), ("ratio", "")):
+        parser.add_argument(f"--{name}", default=value)
+    args = parser.parse_args()
+    signal.alarm(args.limit_s)  # whose default action is the end
+    env = rank_environment()
+    assert env is not None, "start it with torch.distributed.run"
+    options: dict[str, Any] = {"device": args.device, "kernels": args.kernels, "graphs": args.graphs}
+    if args.what == "answers":
+        assert env.world == 1, "one rank"
+        finish(args, answers(env, options))
+        return
+    begin_s = time.monotonic()
+    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 1 << 60
+    serve = ServeConfig(
+        model=str(resolve(args.model)), ranks=env.world, load_format="dummy", max_model_len=8192, max_num_seqs=4,
+        gpu_memory_utilization=min(0.95, 0.95 * args.card_gib * (1 << 30) / total), experts=args.experts,
+        expert_slots=args.slots, prefix_cache=False, max_num_batched_tokens=2048,
+        ratio=tuple(float(part) for part in args.ratio.split(",") if part), **options,
+    )  # fmt: skip
+    with mock.patch("shardwise.engine.experts.load_banks", made_banks):
+        one = build_rank(serve, env)
+    if env.rank:
+        one.runner.follow()
+        return
+    finish(args, speed(one, serve, time.monotonic() - begin_s, args.batches))
+
+
+def finish(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write everything, and print it as a table."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"args": vars(args) | {"out": str(args.out)}, **found}))
+    for name, value in found.items():
+        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
