@@ -25,12 +25,12 @@ class Reply:
     cached_tokens: int = 0
     finish_reason: str = ""
 
-    def agrees(self, reference: "Reply") -> bool:
+    def agrees(self, reference: "Reply", near_tie: float = NEAR_TIE) -> bool:
         """Whether the tokens are the same, but for what follows a near-tie of the reference (whose logprobs it has)."""
         for mine, right, entry in zip(self.tokens, reference.tokens, reference.logprobs, strict=False):
             if mine != right:
                 (_, first), (_, second) = entry.top[:2]
-                return first - second < NEAR_TIE
+                return first - second < near_tie
         return self.finish_reason == "cancel" or len(self.tokens) == len(reference.tokens)
 
 
