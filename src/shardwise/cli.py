@@ -168,6 +168,7 @@ def expert_options(parser: argparse.ArgumentParser) -> None:
         help="auto, resident, offload (host memory with slots on the device), hybrid (computed on the CPU, too)",
         **unset,
     )  # fmt: skip
+    group.add_argument("--bank-cache", metavar="FOLDER", help="keep them as they lie in host memory", **unset)
     group.add_argument("--expert-slots", type=COUNT, metavar="N", help="of each layer, on the device", **unset)
     group.add_argument("--kv-reserve-tokens", type=COUNT, metavar="TOKENS", help="of KV cache, before slots", **unset)
 

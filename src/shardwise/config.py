@@ -300,6 +300,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     page_tokens: int = 64
     # where routed experts are: on the device, in host memory with slots on the device, or there and computed on the CPU
     experts: Literal["auto", "resident", "offload", "hybrid"] = "auto"
+    bank_cache: str = ""  # a folder where experts are kept as they lie in host memory
     expert_slots: int = 0  # of each layer, on the device
     kv_reserve_tokens: int = 0  # of KV cache, at least, before slots get memory
     vision: Literal["auto", "shard", "replicate", "off"] = "auto"  # the vision tower: cut, whole on each rank, left out

@@ -68,3 +68,15 @@ def test_tokens_are_those_of_resident_experts(
     record_property("near_ties", len(different))
     print(f"{layout} {name(split)} {mode} {slots}: {len(different)} of {len(cases)} differ, with leads {different}")
     assert {case: least for case, least in different.items() if least > NEAR_TIE.get(layout, 1e-3)} == {}
+
+
+def test_banks_come_back_from_their_folder(tmp_path: Path, tokenizer: Any, ranks: Ranks) -> None:
+    """Each rank keeps one file, which the next start takes as it is, and answers alike."""
+    cases = evaluation.load_cases()[:: 2 * EVERY]
+    options = {"experts": "offload", "expert_slots": 4, "bank_cache": str(tmp_path), **SERVE}
+    runs = [answered(evaluation.miniature(), 2, (5, 3), cases, tokenizer, ranks, **options)]
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    runs.append(answered(evaluation.miniature(), 2, (5, 3), cases, tokenizer, ranks, **options))
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert len(before) == 2
+    assert runs[0] == runs[1]

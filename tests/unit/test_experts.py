@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ import torch
 from shardwise.checkpoint.weight import Weight
 from shardwise.experts import memory
 from shardwise.experts.bank import LayerBank
+from shardwise.experts.hybrid import TRY_EVERY, Hybrid, divide
 from shardwise.experts.offload import Offload
+from shardwise.kernels.expert_slots import reference
+from shardwise.kernels.expert_slots.table import SlotTable
 from shardwise.kernels.moe.reference import route
 from shardwise.kernels.ops import Ops, select
 from tests.kernels.weights import FORMATS, make_weight
@@ -41,10 +45,10 @@ def steps(count: int) -> list[int]:
     return [1, 1, 3, 12, 2, 1, 4, 1][:count]
 
 
-def differences(ops: Ops, form: str, slots: int, count: int) -> list[float]:
+def differences(ops: Ops, form: str, slots: int, count: int, **options: Any) -> list[float]:
     """Between each layer's answer and that of resident experts, relative, over some steps of two layers."""
     banks = {3: bank(form, 1), 5: bank(form, 7)}
-    offload = Offload(banks, TOP_K, ops, CPU)
+    offload = Offload(banks, TOP_K, ops, CPU, **options)
     offload.resize(slots)
     found = list[float]()
     for n, tokens in enumerate(steps(count)):
@@ -62,6 +66,41 @@ def differences(ops: Ops, form: str, slots: int, count: int) -> list[float]:
 def test_offloaded_layers_answer_as_resident_ones_do(form: str) -> None:
     for slots in (0, 2, 5, EXPERTS):
         assert max(differences(select("reference", CPU), form, slots, 8)) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.usefixtures("poison")
+def test_hosts_answer_alike(form: str) -> None:
+    """All misses fetched by the host; none of them, but what must be tried; and half of them."""
+    ops, some = select("reference", CPU), (2, 5)
+    for slots in (*some, EXPERTS):
+        assert max(differences(ops, form, slots, 8, pinned=False)) < 1e-6
+    for split in (lambda _: 0, lambda misses: misses // 2):
+        for slots in some:
+            assert max(differences(ops, form, slots, 8, hybrid=Hybrid(1, split))) < 1e-5
+
+
+@pytest.mark.parametrize("slots", [3, 6, EXPERTS])
+def test_hosts_and_devices_decide_alike(slots: int) -> None:
+    ours, theirs = (SlotTable.empty(EXPERTS, slots, CPU) for _ in range(2))
+    for n in range(20):
+        _, ids_Tk = route(randn(1, EXPERTS, seed=n), 3)
+        found, (slot_ids_Tk, fetches_2F, count_1) = divide(ids_Tk, ours, int), reference.plan_slots(ids_Tk, theirs)
+        assert torch.equal(found.slot_ids_Tk, slot_ids_Tk)
+        assert found.fetches == [tuple(each) for each in fetches_2F[:, : int(count_1)].T.tolist()]
+        for mine, other in zip(vars(ours).values(), vars(theirs).values(), strict=True):
+            assert torch.equal(mine, other)
+        assert not (found.computed_Tk >= 0).any()
+
+
+def test_slots_fill_and_turn_over_even_where_computing_is_faster() -> None:
+    table, fetched = SlotTable.empty(EXPERTS, 2, CPU), list[int]()
+    for n in range(2 * TRY_EVERY):
+        found = divide(torch.tensor([[n % 7, (n + 3) % 7]], dtype=torch.int32), table, lambda _: 0)
+        assert torch.equal(found.computed_Tk >= 0, found.slot_ids_Tk < 0)
+        fetched += [n] * len(found.fetches)
+    assert fetched[:2] == [0, 1]
+    assert len(fetched) == 4
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -168,7 +168,8 @@ def load_weights(
     elsewhere = {} if mode == "resident" else expert_specs(made.model, made.specs)
     specs = {name: spec for name, spec in made.specs.items() if name not in elsewhere}
     weights = load(specs, made.partitions, ctx.rank, source, ctx.device)
-    offload = make_offload(made.model, made.specs, made.partitions, source, ctx) if elsewhere else None
+    threads = rank_threads(local_ranks)
+    offload = make_offload(serve, mode, made.model, made.specs, source, ctx, threads) if elsewhere else None
     held_bytes = sum(weight.nbytes for weight in weights.values())
     read_bytes = made.source.bytes_read if made.source else 0
     took_s = time.monotonic() - begin_s
@@ -301,7 +302,8 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     store = HostStore(caches, limits.host_pages, limits.host_rows) if limits.host_rows else None
     runner = Runner(model, caches, tables, ctx, features, store)
-    if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and comm.capturable:
+    capturable = comm.capturable and (offload is None or offload.direct)
+    if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and capturable:
         runner.capture(offload.graph_tokens if offload else 1 << 30)
     return Rank(made, ctx, runner, limits, environment.local_world, offload)
 

@@ -3,22 +3,26 @@
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from shardwise.cache.budget import GIB, LEAST_SEQS, floor_bytes
 from shardwise.cache.pool import CacheSpecs
-from shardwise.checkpoint.index import Source
+from shardwise.checkpoint.index import CheckpointIndex, Source
 from shardwise.config import ModelConfig, ServeConfig
-from shardwise.experts.bank import load_banks
+from shardwise.experts.bank import Banks, load_banks
+from shardwise.experts.choice import fetch_or_compute
+from shardwise.experts.hybrid import Hybrid
+from shardwise.experts.keys import bank_key
 from shardwise.experts.offload import Offload
 from shardwise.models.qwen3_5 import expert_banks
 from shardwise.parallel.choice import RESERVE_BYTES
 from shardwise.parallel.context import RankContext
-from shardwise.shard import ParamSpec, Partitions, local_bytes
+from shardwise.shard import ParamSpec, local_bytes
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["resident", "offload", "hybrid"]
+Mode = Literal["resident", "offload", "hybrid", "either"]
 
 
 def expert_specs(model: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
@@ -37,7 +41,8 @@ def choose_mode(
 ) -> Mode:
     """What --experts means here, the same on every rank. free_bytes: what this rank may take, with nothing loaded.
 
-    auto: resident where all ranks have room for their experts beside the KV floor, and always on a CPU.
+    auto: resident where all ranks have room for their experts beside the KV floor, and always on a CPU; if not,
+    either of the others, which `divided` measures.
     """
     if not model.experts:
         return "resident"
@@ -51,20 +56,54 @@ def choose_mode(
     left = free_bytes - weights_bytes - rows_bytes - floor_bytes(serve, model, page_bytes) - RESERVE_BYTES
     if ctx.comm.minimum(left) >= 0:
         return "resident"
-    logger.info("experts stay in host memory: %.2f GiB are lacking to hold them all on this device", -left / GIB)
-    return "offload"
+    if left < 0:
+        logger.info("experts stay in host memory: %.2f GiB are lacking to hold them all on this device", -left / GIB)
+    return "either"
 
 
 def make_offload(
-    model: ModelConfig, specs: Mapping[str, ParamSpec], partitions: Partitions, source: Source, ctx: RankContext
+    serve: ServeConfig,
+    mode: Mode,
+    model: ModelConfig,
+    specs: Mapping[str, ParamSpec],
+    source: Source,
+    ctx: RankContext,
+    threads: int,
 ) -> Offload:
-    """Load the banks of this rank. There are no slots yet, so whatever is computed first streams layers."""
+    """Load the banks of this rank. There are no slots yet, so whatever is computed first streams layers.
+
+    mode: not resident. threads: of the CPU that may compute experts.
+    """
     begin_s = time.monotonic()
-    those = expert_specs(model, specs)
-    banks, pinned = load_banks(those, expert_banks(model), partitions, ctx.rank, source, ctx.device)
+    those, index = expert_specs(model, specs), source if isinstance(source, CheckpointIndex) else None
+    cache = None
+    if serve.bank_cache:
+        key = bank_key(Path(serve.model), those, ctx.partitions, ctx.rank, index, serve.seed)
+        cache = Path(serve.bank_cache), key
+    banks, pinned = load_banks(those, expert_banks(model), ctx.partitions, ctx.rank, source, ctx.device, cache)
     held_bytes = sum(bank.nbytes for bank in banks.values())
     logger.info(
         "%d bytes of experts in host memory (%s) in %.1f s",
         held_bytes, "page-locked" if pinned else "not page-locked", time.monotonic() - begin_s,
     )  # fmt: skip
-    return Offload(banks, model.experts_per_token, ctx.ops, ctx.device)
+    pinned = bool(ctx.comm.minimum(int(pinned)))  # graphs are for all ranks or for none
+    hybrid = divided(mode, banks, model, ctx, threads) if mode != "offload" else None
+    return Offload(banks, model.experts_per_token, ctx.ops, ctx.device, pinned, hybrid)
+
+
+def divided(mode: Mode, banks: Banks, model: ModelConfig, ctx: RankContext, threads: int) -> Hybrid | None:
+    """How misses are divided between copies and the CPU; None if, with the choice ours, copies alone are as fast."""
+    if ctx.device.type == "cpu":  # nothing is faster there: half of them each way
+        return Hybrid(threads, lambda misses: misses // 2)
+    bank = next(iter(banks.values()))
+    measured = fetch_or_compute(bank.gate_up, bank.down, ctx.device, threads, misses=model.experts_per_token)
+    choice = measured.agreed(ctx.comm.minimum)
+    logger.info(
+        "experts that are not in slots: %.0f us to fetch one, %.0f us to compute it with %d threads, %.2f times as "
+        "long side by side; %s is chosen",
+        1e6 * (choice.fetch_start_s + choice.fetch_s), 1e6 * (choice.compute_start_s + choice.compute_s), threads,
+        choice.contention, choice.name if mode == "either" else mode,
+    )  # fmt: skip
+    if mode == "either" and choice.name == "offload":
+        return None
+    return Hybrid(threads, choice.table(model.experts).__getitem__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from shardwise.checkpoint.index import DTYPES, Source
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.weight import Weight
 from shardwise.experts.memory import Layout, names_of, pin, take
+from shardwise.experts.store import open_or_build
 from shardwise.shard import ParamSpec, Partitions, local, local_shape
 
 
@@ -48,18 +50,29 @@ def layout(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) ->
 
 def load_banks(
     specs: Mapping[str, ParamSpec], pairs: Pairs, partitions: Partitions, rank: int, source: Source,
-    device: torch.device,
+    device: torch.device, cache: tuple[Path, str] | None = None,
 ) -> tuple[Banks, bool]:  # fmt: skip
-    """The banks of `rank`, read from `source` straight into their place, and whether that is page-locked.
+    """The banks of `rank`, read from `source` straight into their place, and whether kernels of `device` can read them.
 
-    Memory beyond the banks stays within 512 MiB. On a CPU nothing needs to be locked.
+    Memory beyond the banks stays within 512 MiB. On a CPU nothing needs to be locked. cache: a folder and a key, by
+    which banks are kept for the next start; where they need not be locked, or cannot be, they stay in its file.
     """
-    layouts, tensors = layout(specs, partitions, rank), dict[str, torch.Tensor]()
-    for names in pairs.values():
-        tensors |= take({**layouts[names[0]], **layouts[names[1]]})
-    pinned = device.type == "cpu" or pin(tensors.values(), device)
-    into = {name: [tensors[each] for each in layouts[name]] for name in specs}
-    load(specs, partitions, rank, source, "cpu", into=into)
+    layouts = layout(specs, partitions, rank)
+    flat = {name: each for one in layouts.values() for name, each in one.items()}
+    tensors, pinned = dict[str, torch.Tensor](), device.type == "cpu"
+    if device.type != "cpu" or cache is None:
+        for names in pairs.values():
+            tensors |= take({**layouts[names[0]], **layouts[names[1]]})
+        pinned = pinned or pin(tensors.values(), device)
+
+    def fill(those: Mapping[str, torch.Tensor]) -> None:
+        into = {name: [those[each] for each in layouts[name]] for name in specs}
+        load(specs, partitions, rank, source, "cpu", into=into)
+
+    if cache is None:
+        fill(tensors)
+    else:
+        tensors = open_or_build(*cache, flat, fill, into=tensors if pinned and tensors else None)
     return banks_of(specs, pairs, partitions, rank, tensors), pinned
 
 

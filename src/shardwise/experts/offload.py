@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from shardwise.experts.bank import Banks, LayerBank, expert_bytes
+from shardwise.experts.hybrid import HostLayer, Hybrid
+from shardwise.experts.ring import Ring
 from shardwise.experts.slots import Slots, common_of
 from shardwise.experts.staging import Staging
 from shardwise.kernels.ops import Ops
+from shardwise.layers.moe import Experts
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,27 @@ class Counts:
 class Offload:
     """The experts of all layers of a rank. All ranks decide alike, since routing is the same on each."""
 
-    def __init__(self, banks: Banks, top_k: int, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self,
+        banks: Banks,
+        top_k: int,
+        ops: Ops,
+        device: torch.device,
+        pinned: bool = True,
+        hybrid: Hybrid | None = None,
+    ) -> None:
+        """pinned: whether kernels of `device` can read the banks. hybrid: what is not in slots may be computed here."""
         self.banks, self.top_k, self.ops, self.device = banks, top_k, ops, device
+        self.direct = pinned and hybrid is None  # whether the device decides and copies by itself
+        self._ring = None if pinned else Ring(device)
         self._common = {layer: common_of(bank, device) for layer, bank in banks.items()}
-        self.staging = Staging(banks, self._common, device)
+        self.staging = Staging(banks, self._common, device, self.to_device)
         self.slots: dict[int, Slots] = {}
-        self.layers: Mapping[int, OffloadedLayer] = {layer: OffloadedLayer(self, layer) for layer in banks}
+        self.layers: Mapping[int, Experts] = {
+            layer: DeviceLayer(self, layer) if self.direct else HostLayer(self, layer, hybrid) for layer in banks
+        }
         self._before = Counts()  # of slots that are gone
+        self._host_bytes = 0  # that the host had copied
         self.resize(0)
 
     @property
@@ -59,11 +76,12 @@ class Offload:
     def resize(self, count: int) -> None:
         """Make the slots of every layer `count`; what was in them is forgotten, and graphs that know them are void."""
         before = self.counts()
-        self._before = replace(before, copied_bytes=before.copied_bytes - self.staging.copied_bytes)
+        self._before = replace(before, copied_bytes=before.copied_bytes - self._host_bytes)
         self.slots.clear()
         for layer, bank in self.banks.items():
             room = self.staging.room(layer)
-            self.slots[layer] = Slots.make(bank, count, self._common[layer], room, self.device)
+            table_device = self.device if self.direct else torch.device("cpu")
+            self.slots[layer] = Slots.make(bank, count, self._common[layer], room, self.device, table_device)
 
     def counts(self) -> Counts:
         """Since the start; waits for the device."""
@@ -71,36 +89,49 @@ class Offload:
         each = torch.stack(tables).tolist() if tables else []
         hits, misses = (sum(counts[n] for counts in each) for n in (1, 2))
         sizes = [expert_bytes(self.banks[layer]) for layer in self.slots]
-        copied_bytes = sum(counts[2] * size for counts, size in zip(each, sizes, strict=True))
-        before, streamed = self._before, self.staging.copied_bytes
-        return Counts(before.hits + hits, before.misses + misses, before.copied_bytes + copied_bytes + streamed)
+        copied_bytes = self._host_bytes
+        if self.direct:
+            copied_bytes += sum(counts[2] * size for counts, size in zip(each, sizes, strict=True))
+        before = self._before
+        return Counts(before.hits + hits, before.misses + misses, before.copied_bytes + copied_bytes)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from a bank on the current stream."""
+        self._host_bytes += source.nbytes
+        if self._ring is None:
+            target.copy_(source, non_blocking=True)
+        else:
+            self._ring.copy(target, source)
+
+    def compute(self, experts: LayerBank, x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """As ops.moe_shared, with experts on the device."""
+        return self.ops.moe_shared(x_TH, experts.gate_up, experts.down, *rest)
+
+    def stream(self, layer: int, *args: Any) -> torch.Tensor:
+        """The same with all experts of `layer`, which are copied for it."""
+        out_TH = self.compute(self.staging.acquire(layer), *args)
+        self.staging.release(layer)
+        return out_TH
 
 
-class OffloadedLayer:
-    """One layer, as a model calls it (layers.moe.Experts)."""
+class DeviceLayer:
+    """One layer, as a model calls it (layers.moe.Experts); all decisions are the device's."""
 
     def __init__(self, offload: Offload, layer: int) -> None:
-        self._of, self._layer, self._bank = offload, layer, offload.banks[layer]
+        self._of, self._layer, self._experts = offload, layer, offload.banks[layer].experts
 
     def __call__(
         self, x_TH: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, *shared: Any
     ) -> torch.Tensor:
         """As ops.moe_shared, without its banks."""
-        slots, pairs, ops = self._of.slots[self._layer], ids_Tk.numel(), self._of.ops
-        if slots.count == self._bank.experts or not pairs:
-            return self._compute(slots.experts, x_TH, ids_Tk, weights_Tk, *shared)
+        slots, pairs, of = self._of.slots[self._layer], ids_Tk.numel(), self._of
+        if slots.count == self._experts or not pairs:
+            return of.compute(slots.experts, x_TH, ids_Tk, weights_Tk, *shared)
         if pairs <= slots.count:
-            ids_Tk, fetches_2F, count_1 = ops.plan_slots(ids_Tk, slots.table)
-            ops.fetch_experts(slots.fill, fetches_2F, count_1)
-            return self._compute(slots.experts, x_TH, ids_Tk, weights_Tk, *shared)
-        if pairs < self._bank.experts and slots.collect is not None:
-            ops.fetch_experts(slots.collect, *ops.plan_wanted(ids_Tk, slots.table))
-            return self._compute(self._of.staging.room(self._layer), x_TH, ids_Tk, weights_Tk, *shared)
-        whole = self._of.staging.acquire(self._layer)
-        out_TH = self._compute(whole, x_TH, ids_Tk, weights_Tk, *shared)
-        self._of.staging.release(self._layer)
-        return out_TH
-
-    def _compute(self, experts: LayerBank, *args: Any) -> torch.Tensor:
-        x_TH, *rest = args
-        return self._of.ops.moe_shared(x_TH, experts.gate_up, experts.down, *rest)
+            slot_ids_Tk, fetches_2F, count_1 = of.ops.plan_slots(ids_Tk, slots.table)
+            of.ops.fetch_experts(slots.fill, fetches_2F, count_1)
+            return of.compute(slots.experts, x_TH, slot_ids_Tk, weights_Tk, *shared)
+        if pairs < self._experts and slots.collect is not None:
+            of.ops.fetch_experts(slots.collect, *of.ops.plan_wanted(ids_Tk, slots.table))
+            return of.compute(of.staging.room(self._layer), x_TH, ids_Tk, weights_Tk, *shared)
+        return of.stream(self._layer, x_TH, ids_Tk, weights_Tk, *shared)

@@ -65,7 +65,7 @@ class Slots:
     @classmethod
     def make(
         cls, bank: LayerBank, count: int, common: Sequence[torch.Tensor], staging: LayerBank | None,
-        device: torch.device,
+        device: torch.device, table_device: torch.device,
     ) -> "Slots":  # fmt: skip
         """Empty slots; all of them filled if they are as many as experts."""
         arena = torch.zeros(layout_bytes(room(bank, count)), dtype=torch.uint8, device=device)
@@ -75,4 +75,4 @@ class Slots:
             for each in fill:
                 each.target.copy_(each.bank)
         collect = Places.of(rows_of(bank, experts, staging), device) if staging else None
-        return cls(experts, SlotTable.empty(bank.experts, count, device), Places.of(fill, device), collect)
+        return cls(experts, SlotTable.empty(bank.experts, count, table_device), Places.of(fill, device), collect)

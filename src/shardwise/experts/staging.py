@@ -1,6 +1,6 @@
 """Two rooms on the device, each for a whole layer's experts: while one is computed with, the other is filled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,21 +23,23 @@ class Staging:
     when its copy is done; both are waited for on the device.
     """
 
-    def __init__(self, banks: Banks, common: Mapping[int, Sequence[torch.Tensor]], device: torch.device) -> None:
+    def __init__(
+        self,
+        banks: Banks,
+        common: Mapping[int, Sequence[torch.Tensor]],
+        device: torch.device,
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """common: what all experts of a layer share, on the device. copy: the second to the first, on this stream."""
         size = room_bytes(banks)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ROOMS)]
-        self._banks, self._order = banks, sorted(banks)
+        self._banks, self._order, self._copy_to = banks, sorted(banks), copy
         self._rooms: Mapping[int, list[LayerBank]] = {
             layer: [on_device(bank, bank.experts, arena, common[layer]) for arena in self.arenas]
             for layer, bank in banks.items()
         }
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._filled: dict[int, torch.cuda.Event | None] = {}  # layers whose copy was begun in this step
-        self.copied_bytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self.arenas)
 
     def room(self, layer: int) -> LayerBank:
         """The first room as `layer` uses it, to be filled with some of its experts on the current stream."""
@@ -65,7 +67,6 @@ class Staging:
     def _fill(self, at: int) -> None:
         layer = self._order[at]
         bank, target = self._banks[layer], self._rooms[layer][at % ROOMS]
-        self.copied_bytes += bank.nbytes
         if self._stream is None:
             self._copy(bank, target)
             self._filled[layer] = None
@@ -75,8 +76,7 @@ class Staging:
             self._copy(bank, target)
             self._filled[layer] = self._stream.record_event()
 
-    @staticmethod
-    def _copy(bank: LayerBank, target: LayerBank) -> None:
+    def _copy(self, bank: LayerBank, target: LayerBank) -> None:
         for source, place, own in zip(bank.tensors, target.tensors, per_expert(bank), strict=True):
             if own:
-                place.copy_(source, non_blocking=True)
+                self._copy_to(place, source)
