@@ -80,7 +80,7 @@ def processes(root: psutil.Process) -> dict[str, psutil.Process]:
         line = child.cmdline()
         if "shardwise.engine.worker" in line:
             found[f"rank {child.environ()['RANK']}"] = child
-        elif "torch.distributed.run" in line:
+        else:
             found["launcher"] = child
     return found
 
@@ -101,7 +101,12 @@ async def drive(url: str, root: psutil.Process, count: int, warm: int, seed: int
                     for name, process in watched.items():
                         samples[name].append((taken, process.memory_info().rss / (1 << 20)))
                 kind = source.choices(list(KINDS), list(KINDS.values()))[0]
-                outcomes[await send(client, kind, source)] += 1
+                try:
+                    outcomes[await send(client, kind, source)] += 1
+                except httpx.TransportError as error:
+                    outcomes[f"wrong: {kind}: {type(error).__name__} at request {taken}"] += 1
+                    if not root.is_running() or root.status() == psutil.STATUS_ZOMBIE:
+                        raise
 
         begin_s = time.monotonic()
         await asyncio.gather(*(worker() for _ in range(CONCURRENT)))
@@ -140,6 +145,10 @@ def server(ranks: int, fake: bool) -> Iterator[tuple[str, psutil.Process]]:
         try:
             wait_healthy(f"http://127.0.0.1:{port}", process, log)
             yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+        except httpx.TransportError:
+            log.seek(0)
+            print(log.read()[-4000:], file=sys.stderr)
+            raise
         finally:
             process.terminate()
             process.wait(timeout=60)

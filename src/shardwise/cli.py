@@ -185,6 +185,7 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tool-call-parser", choices=choices("tool_call_parser"), help="form of tool calls; none: keep text", **unset
     )
+    group.add_argument("--grammar-backend", choices=choices("grammar_backend"), help="of structured output", **unset)
     group.add_argument("--max-body-bytes", type=COUNT, metavar="BYTES", help="of one request", **unset)
     group.add_argument("--max-images", type=number(0, float("inf")), metavar="N", help="of one request", **unset)
     group.add_argument(

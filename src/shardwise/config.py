@@ -320,6 +320,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key: str = ""
     reasoning_parser: Literal["auto", "none"] = "auto"  # none: <think> stays in the content of a chat answer
     tool_call_parser: Literal["auto", "xml", "json", "none"] = "auto"  # none: calls stay in the content
+    grammar_backend: Literal["xgrammar", "llguidance"] = "xgrammar"  # of structured output; llguidance is optional
     max_body_bytes: int = 32 * 2**20  # of one HTTP request
     ui: bool = True  # the page at /
     max_queued_requests: int = 1024  # that wait beside those that run, before new ones are turned away; 0: any number

@@ -16,7 +16,7 @@ from shardwise.engine.messages import Failed, Generate, Picture, Ready, Sampling
 from shardwise.server.app import create_app
 from shardwise.server.sampling import GenerationDefaults
 from tests.golden import eval as evaluation
-from tests.parallel.prefix_ranks import Asked, Reply, make_leader, run_wave, waves
+from tests.parallel.prefix_ranks import NEAR_TIE, Asked, Reply, make_leader, run_wave, waves
 from tests.ranks import Ranks
 from tests.unit import server_fixtures
 
@@ -26,6 +26,7 @@ SERVE: Mapping[str, Any] = {
 }  # fmt: skip
 MISS = {**SERVE, "prefix_cache": False}
 FP8 = {"kv_cache_dtype": "fp8"}
+BF16 = {"dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,14 @@ def alone(serve: Mapping[str, Any], least_gap_tokens: int = 32) -> Leader:
     return leader
 
 
-@pytest.mark.parametrize(("stored", "every"), [({}, 1), (FP8, 9)], ids=["as computed", "fp8"])
-def test_every_length_of_a_hit_and_every_remainder(stored: dict[str, Any], every: int, words: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("stored", "every", "near_tie"),
+    [({}, 1, NEAR_TIE), (FP8, 9, NEAR_TIE), (BF16, 9, 0.1)],
+    ids=["fp32", "fp8", "bf16"],
+)
+def test_every_length_of_a_hit_and_every_remainder(
+    stored: dict[str, Any], every: int, near_tie: float, words: list[list[int]]
+) -> None:
     """Hits of 1 to 200 tokens, at every offset in a page of 64; remainders of one token, of less than the convolution's
     width, and others."""
     text, ending = [token for prompt in words for token in prompt][:300], words[7]
@@ -62,7 +69,7 @@ def test_every_length_of_a_hit_and_every_remainder(stored: dict[str, Any], every
         assert first.cached_tokens == (length - 1 if every == 1 else length - every)
         (found,) = run_wave(leader, [request])
         assert found.cached_tokens == length
-        assert found.agrees(miss), length
+        assert found.agrees(miss, near_tie), length
 
 
 def conversations(words: list[list[int]]) -> list[list[Asked]]:

@@ -45,7 +45,7 @@ def test_all_flags_reach_the_config():
         "--gpu 1,GPU-8f2c --gpu-spec 24GiB:936GB/s --objective context "
         "--vision replicate --vision-cache-tokens 9 --max-image-pixels 5000 --max-images 3 --allow-remote-images any "
         "--allowed-media-path /pictures --kv-cache-dtype fp8 --no-ui "
-        "--tool-call-parser xml --max-queued-requests 9 "
+        "--tool-call-parser xml --max-queued-requests 9 --grammar-backend llguidance "
         "--no-prefix-cache --snapshot-rows 3 --snapshot-every 256 --host-cache-gib 1.5 "
         "--experts hybrid --expert-slots 40 --bank-cache /banks --kv-reserve-tokens 300"
     )
@@ -59,7 +59,7 @@ def test_all_flags_reach_the_config():
         allowed_media_path="/pictures", gpu=("1", "GPU-8f2c"),
         gpu_spec="24GiB:936GB/s", objective="context", prefix_cache=False, snapshot_rows=3, snapshot_every=256,
         host_cache_gib=1.5,
-        tool_call_parser="xml", max_queued_requests=9,
+        tool_call_parser="xml", max_queued_requests=9, grammar_backend="llguidance",
         experts="hybrid", expert_slots=40, bank_cache="/banks", kv_reserve_tokens=300,
     )  # fmt: skip
     unlike = {"model", "ranks", "group_ratios", "graphs", "device_profile", "ui", "prefix_cache"}

@@ -28,7 +28,9 @@ def test_a_pair_of_cards_holds_the_longest_context(capsys: pytest.CaptureFixture
     experts = sum(rank["weights_bytes"]["experts"] for rank in found["each"])
     assert experts / GIB == pytest.approx(16.9, abs=0.05)
     for rank in found["each"]:
-        used = rank["total_weights_bytes"] + (found["max_num_seqs"] + 1 + found["snapshot_rows"]) * rank["state_row_bytes"]
+        used = (
+            rank["total_weights_bytes"] + (found["max_num_seqs"] + 1 + found["snapshot_rows"]) * rank["state_row_bytes"]
+        )
         used += found["kv_tokens"] * rank["kv_token_bytes"] + rank["idle_bytes"]
         assert used <= rank["memory_bytes"] < used + 65 * 64 * rank["kv_token_bytes"], "all bytes are told"
     assert min(rank["kv_tokens"] for rank in found["each"]) == found["kv_tokens"]

@@ -1,17 +1,22 @@
 """What requests ask for becomes grammars that take the right texts and no others."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 
-from shardwise.engine.grammar import parse
+from shardwise.engine.grammar import Grammars
+from shardwise.engine.vocabulary import byte_of_character
 from shardwise.server.requests import ChatBody, CompletionBody
 from shardwise.server.structured import UNSUPPORTED, grammar_of
 from shardwise.server.tools import ToolUse
 from tests.fake_engine import FakeEngine
 from tests.unit.server_fixtures import client, make_app, saying, tokenizer
 
+Takes = Callable[[Any, str], bool]
 USER = [{"role": "user", "content": "hi"}]
 PERSON = {
     "type": "object",
@@ -27,14 +32,38 @@ CALL = (
 JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"name": "x", "age": 5}}\n</tool_call>'
 
 
-def takes(grammar: Any, text: str) -> bool:
-    """Whether a grammar takes the whole of `text`, byte by byte."""
-    import xgrammar
+END = 128
 
-    vocabulary = [chr(i) for i in range(128)]
-    info = xgrammar.TokenizerInfo(vocabulary, vocab_size=129, stop_token_ids=[128])
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_grammar(parse(grammar)))
-    return matcher.accept_string(text) and matcher.is_completed()
+
+@pytest.fixture(params=["xgrammar", "llguidance"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "llguidance":
+        pytest.importorskip("llguidance")
+    return request.param
+
+
+def reader(backend: Any) -> Callable[[Any, str], bool]:
+    """Whether a grammar takes the whole of a text, byte by byte."""
+    alphabet = {byte: character for character, byte in byte_of_character().items()}
+    grammars = Grammars(lambda: [*map(alphabet.__getitem__, range(END)), ""], END + 1, (END,), backend)
+
+    def takes(grammar: Any, text: str) -> bool:
+        constraint = grammars.constraint(replace(grammar, after=None), grammars.compile(grammar).result())
+        for token in [*text.encode(), END]:
+            mask_NW = torch.full((1, 5), -1, dtype=torch.int32)
+            constraint.fill(mask_NW, 0)
+            if not int(mask_NW[0, token // 32]) >> token % 32 & 1:
+                return False
+            constraint.accept(token)
+        assert not constraint.fault
+        return constraint.finished
+
+    return takes
+
+
+@pytest.fixture
+def takes(backend: str) -> Callable[[Any, str], bool]:
+    return reader(backend)
 
 
 def chat(form: str = "auto", after: int | None = None, template: str = "<function=", **fields: Any) -> Any:
@@ -64,7 +93,7 @@ def chat(form: str = "auto", after: int | None = None, template: str = "<functio
         ({"structured_outputs": {"choice": ["a"]}}, ["a"], ["b"]),
     ],
 )
-def test_what_is_asked_for(fields: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+def test_what_is_asked_for(fields: dict[str, Any], right: list[str], wrong: list[str], takes: Takes) -> None:
     found = [chat(**fields), grammar_of(CompletionBody.model_validate({"prompt": "x", **fields}))]
     for grammar in (found[0], found[1][1]):  # pyright: ignore
         assert [takes(grammar, text) for text in right] == [True] * len(right)
@@ -74,13 +103,13 @@ def test_what_is_asked_for(fields: dict[str, Any], right: list[str], wrong: list
     assert all(takes(after, begin + right[0]) for begin in ("", "\n\n"))
 
 
-def test_schemas_of_the_openai_api() -> None:
+def test_schemas_of_the_openai_api(takes: Takes) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     assert takes(chat(response_format=schema), '{"name": "x", "age": 1}')
     assert chat(response_format={"type": "text"}) is None
 
 
-def test_forced_calls() -> None:
+def test_forced_calls(takes: Takes) -> None:
     tools = [TOOL, OTHER]
     required = chat(tools=tools, tool_choice="required")
     stop = "<tool_call>\n<function=stop>\n\n</function>\n</tool_call>"
@@ -134,8 +163,8 @@ async def test_unsupported_keywords_are_named(keyword: str) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ],
 )
-async def test_what_cannot_be_matched_is_a_400(fields: dict[str, Any], param: str) -> None:
-    async with client(make_app(FakeEngine(saying("x")))) as http:
+async def test_what_cannot_be_matched_is_a_400(fields: dict[str, Any], param: str, backend: str) -> None:
+    async with client(make_app(FakeEngine(saying("x")), grammar_backend=backend)) as http:
         answer = await http.post("/v1/chat/completions", json={"messages": USER, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

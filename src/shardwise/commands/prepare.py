@@ -1,11 +1,12 @@
 """From a model's name to a config that every process can use, with all that can be wrong found before a rank starts."""
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
-from shardwise.config import ModelConfig, ServeConfig, VisionConfig, load_model_config, read_json
+from shardwise.config import ConfigError, ModelConfig, ServeConfig, VisionConfig, load_model_config, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,15 @@ def check_split(config: ServeConfig) -> ModelConfig:
     if made.source is not None:
         check_scales(made.source, made.specs.values())
     return made.model
+
+
+def check_grammar_backend(config: ServeConfig) -> None:
+    """Raises ConfigError if the package is not here."""
+    if find_spec(config.grammar_backend) is None:
+        raise ConfigError(
+            f"--grammar-backend {config.grammar_backend}: the package is not installed; pip install "
+            f"{config.grammar_backend}, or leave the option out"
+        )
 
 
 def check_pictures(config: ServeConfig) -> VisionConfig | None:

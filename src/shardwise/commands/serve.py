@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from shardwise.commands.prepare import (
+    check_grammar_backend,
     check_pictures,
     check_split,
     generation_settings,
@@ -45,6 +46,7 @@ from shardwise.engine.worker import DEFAULT_ENGINE, leave, run_rank, set_up_proc
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
+KEEP_ALIVE_SECONDS = 75  # longer than what clients and proxies keep: a request that meets a closing connection is lost
 
 
 def run(options: argparse.Namespace, config: ServeConfig) -> int:
@@ -96,6 +98,7 @@ def make_app(config: ServeConfig, client: EngineClient) -> Any:
     from shardwise.server.sampling import GenerationDefaults
     from shardwise.server.tokenizer import Tokenizer
 
+    check_grammar_backend(config)
     model = check_split(config)
     defaults = GenerationDefaults.parse(generation_settings(config))
     vision = check_pictures(config)
@@ -168,6 +171,7 @@ def http_server(config: ServeConfig, app: Any) -> Any:
         log_config=None,
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, int(config.drain_seconds)),
     )
     return Server(settings)

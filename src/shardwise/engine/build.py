@@ -42,7 +42,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.experts import choose_mode, expert_specs, make_offload
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
-from shardwise.engine.grammar import Grammars, vocabulary
+from shardwise.engine.grammar import COMPILE_SECONDS, Grammars
 from shardwise.engine.hosttier import with_host_tier
 from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import Ready, Stats
@@ -53,6 +53,7 @@ from shardwise.engine.runner import Runner
 from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
 from shardwise.engine.vision import trial as vision_trial
+from shardwise.engine.vocabulary import vocabulary
 from shardwise.experts.offload import Offload
 from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
@@ -330,7 +331,13 @@ class Leader:
             overlap=rank.ctx.device.type == "cuda",
             vision=rank.made.vision and rank.made.vision.config,
             picture_tokens=serve.vision_cache_tokens,
-            grammars=Grammars(lambda: vocabulary(Path(serve.model)), model.vocab_size, model.eos_token_ids),
+            grammars=Grammars(
+                lambda: vocabulary(Path(serve.model)),
+                model.vocab_size,
+                model.eos_token_ids,
+                serve.grammar_backend,
+                COMPILE_SECONDS,
+            ),
             reuse=ReuseOptions(
                 limits.snapshot_rows,
                 serve.snapshot_every,

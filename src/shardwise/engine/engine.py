@@ -15,8 +15,8 @@ import torch
 
 from shardwise.cache.host import HostTier
 from shardwise.config import VisionConfig
-from shardwise.engine.grammar import GrammarError, Grammars, mask
-from shardwise.engine.messages import Failed, Generate, Logprob, Picture, Stats, Tokens
+from shardwise.engine.grammar import Grammars, mask
+from shardwise.engine.messages import Failed, Generate, GrammarError, Logprob, Picture, Stats, Tokens
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.readback import Readback
@@ -69,6 +69,11 @@ def host_stats(host: HostTier | None) -> dict[str, int]:
         "host_kv_tokens": host.pool.pages * host.pool.page_tokens,
         "host_kv_tokens_used": host.pool.used * host.pool.page_tokens,
     }
+
+
+def grammar_refused(request: Request, param: str, problem: str) -> Failed:
+    """What is said of a request whose grammar cannot be kept to."""
+    return Failed(request.id, f"{param}: the grammar {problem}", refused=True, param=param)
 
 
 class Engine:
@@ -187,7 +192,7 @@ class Engine:
                 request.constraint = self._grammars.constraint(grammar, future.result())
             except GrammarError as error:
                 del self._requests[request.id]
-                self._outbox.append(Failed(request.id, f"the grammar: {error}", refused=True, param="grammar"))
+                self._outbox.append(grammar_refused(request, grammar.param, str(error)))
             else:
                 self.scheduler.add(request)
 
@@ -270,6 +275,10 @@ class Engine:
             mask(logits.sampled_LV, step.sampled)
             sampled = self._sampler.sample(logits.sampled_LV, step.sampled)
             self._runner.commit([request.row for request in step.sampled], sampled.tokens_L)
+            for request in step.sampled:
+                if request.constraint is not None and request.constraint.fault and request.id in self._requests:
+                    self._end(request)
+                    self._outbox.append(grammar_refused(request, request.constraint.param, request.constraint.fault))
         return _Launched(step, sampled, scores, finite_K)
 
     @staticmethod
@@ -318,6 +327,9 @@ class Engine:
         self._generated_tokens += len(progress.tokens)
         if progress.finish_reason is not None:
             self._end(request)
+        if progress.finish_reason == "error" and request.constraint is not None:
+            self._outbox.append(grammar_refused(request, request.constraint.param, request.constraint.fault))
+            return
         wants_prompt = first and request.sampling.prompt_logprobs is not None
         self._outbox.append(
             Tokens(

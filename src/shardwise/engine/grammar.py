@@ -1,51 +1,45 @@
 """What an answer must look like: grammars are compiled beside the engine's loop, and mask the logits of each step.
 
 A grammar is a format of xgrammar's structural tags, as JSON: a schema, a regular expression, EBNF, marks around any of
-them. xgrammar is imported when the first one comes.
+them. xgrammar, or llguidance in its place, is imported when the first one comes.
 
 Legend: L rows of logits, V vocabulary, W words of 32 bits of a mask, N constrained rows.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from shardwise.engine import guidance, xgrammars
 from shardwise.engine.messages import Grammar
 
 CACHED = 256  # compiled grammars that are kept
-COMPILER_CACHE_BYTES = 512 * 2**20
-COMPILER_THREADS = 4
 BITS = 32
+COMPILE_SECONDS = 10.0
+# What the masks of one answer may take of the engine's time, which others wait for: at first, and by token.
+FIRST_MASKS_SECONDS = 1.0
+MASK_SECONDS = 0.01
+Backend = Literal["xgrammar", "llguidance"]
 
 
-class GrammarError(ValueError):
-    """The grammar cannot be used; the message says why."""
+def parse(grammar: Grammar, backend: Backend = "xgrammar") -> Any:
+    """`grammar` as `backend` reads it, without any vocabulary: quick. Raises GrammarError."""
+    return xgrammars.parse(grammar) if backend == "xgrammar" else guidance.parse(grammar)
 
 
-def parse(grammar: Grammar) -> Any:
-    """`grammar` as an xgrammar.Grammar, without any vocabulary: quick. Raises GrammarError."""
-    try:
-        import xgrammar
+class Matcher(Protocol):
+    """A backend's side of a Constraint. error: why it cannot go on; empty if it can."""
 
-        return xgrammar.Grammar.from_structural_tag('{"type": "structural_tag", "format": ' + grammar.format + "}")
-    except Exception as error:  # pydantic's and several of its own, without a common base
-        text = str(error).strip().split(": ", 1)[-1] if "/cpp/" in str(error) else str(error).strip()
-        raise GrammarError(text[:400] or type(error).__name__) from None
-
-
-def vocabulary(folder: Path) -> list[str]:
-    """The tokens of a checkpoint's byte-level tokenizer, as its file spells them; special ones match no text."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return ["" if token in special else tokenizer.id_to_token(token) or "" for token in range(size)]
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+    def fill(self, mask_NW: torch.Tensor, row: int) -> None: ...
+    def accept(self, token: int) -> bool: ...
 
 
 class Constrained(Protocol):
@@ -57,11 +51,13 @@ class Constrained(Protocol):
 class Constraint:
     """How far one answer has come in its grammar."""
 
-    def __init__(self, matcher: Any, after: int | None) -> None:
-        """matcher: an xgrammar.GrammarMatcher. after: a token before which anything goes."""
+    def __init__(self, matcher: Matcher, after: int | None, param: str = "grammar") -> None:
+        """after: a token before which anything goes. param: of the API, that asked for it."""
         self._matcher = matcher
         self._after = after
-        self.broken = False
+        self._spent_s, self._allowed_s = 0.0, FIRST_MASKS_SECONDS
+        self.param = param
+        self.fault = ""  # why the answer cannot go on
 
     @property
     def active(self) -> bool:
@@ -70,40 +66,64 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether nothing may follow."""
-        return self._matcher.is_terminated()
+        return self._matcher.finished
 
     def fill(self, mask_NW: torch.Tensor, row: int) -> None:
-        """Write into `row` which tokens may come next."""
-        self._matcher.fill_next_token_bitmask(mask_NW, row)
+        """Write into `row` which tokens may come next; all, if there is a fault."""
+        begin_s = time.thread_time()
+        self._matcher.fill(mask_NW, row)
+        if not self.fault and not bool(mask_NW[row].any()):
+            reason = f" ({self._matcher.error})" if self._matcher.error else ""
+            self.fault = f"allows no token of this model where the answer has come to{reason}"
+        self._spend(begin_s)
+        if self.fault:
+            mask_NW[row] = -1
 
     def accept(self, token: int) -> None:
         """Take in a sampled token."""
         if self._after is not None:
             self._after = None if token == self._after else self._after
-        elif not self.finished and not self._matcher.accept_token(token):
-            self.broken = True
+            return
+        if self.finished:
+            return
+        begin_s = time.thread_time()
+        accepted = self._matcher.accept(token)
+        self._allowed_s += MASK_SECONDS
+        self._spend(begin_s)
+        if not accepted and not self.fault:
+            self.fault = "does not go on where the answer has come to"
+
+    def _spend(self, begin_s: float) -> None:
+        self._spent_s += time.thread_time() - begin_s
+        self.fault = self.fault or self._matcher.error
+        if self._spent_s > self._allowed_s and not self.fault:
+            self.fault = (
+                f"took {self._spent_s:.1f} s of computing so far, more than {MASK_SECONDS * 1000:g} ms a token; "
+                "make it simpler, it can be read in too many ways"
+            )
 
 
 class Grammars:
     """Compiles grammars in a thread of its own; `close` lets it go."""
 
-    def __init__(self, tokens: Callable[[], Sequence[str]], vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokens: reads the vocabulary when the first grammar comes. vocab_size: width of the logits."""
-        self._tokens, self._vocab_size, self._eos = tokens, vocab_size, sorted(eos_token_ids)
+    def __init__(
+        self,
+        tokens: Callable[[], Sequence[str]],
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        backend: Backend = "xgrammar",
+        limit_s: float = 0,
+    ) -> None:
+        """tokens: reads the vocabulary when the first grammar comes. vocab_size: width of the logits. limit_s: for
+        compiling one of them; 0: none."""
+        eos = sorted(eos_token_ids)
+        self._backend = (
+            xgrammars.XgrammarBackend(tokens, vocab_size, eos, limit_s)
+            if backend == "xgrammar"
+            else guidance.GuidanceBackend(tokens, eos)
+        )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
-
-    @cached_property
-    def _compiler(self) -> Any:
-        import xgrammar
-
-        info = xgrammar.TokenizerInfo(
-            list(self._tokens()),
-            xgrammar.VocabType.BYTE_LEVEL,
-            vocab_size=self._vocab_size,
-            stop_token_ids=self._eos,
-        )
-        return xgrammar.GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_limit_bytes=COMPILER_CACHE_BYTES)
 
     def compile(self, grammar: Grammar) -> Future[Any]:
         """The compiled grammar, soon; the same one for equal grammars. Its exception is a GrammarError."""
@@ -116,20 +136,15 @@ class Grammars:
         return future
 
     def _compile(self, grammar: Grammar) -> Any:
-        parsed = parse(grammar)
-        try:
-            return self._compiler.compile_grammar(parsed)
-        except Exception as error:
-            raise GrammarError(str(error)[:400]) from error
+        return self._backend.compile(grammar)
 
     def constraint(self, grammar: Grammar, compiled: Any) -> Constraint:
-        """For one answer, from what `compile` came to."""
-        import xgrammar
-
-        return Constraint(xgrammar.GrammarMatcher(compiled), grammar.after)
+        """For one answer, from what `compile` came to. Raises GrammarError."""
+        return Constraint(self._backend.matcher(compiled), grammar.after, grammar.param)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._backend.close()
 
 
 @torch.inference_mode()

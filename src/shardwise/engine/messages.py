@@ -7,12 +7,17 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancel", "error"]
 
 
+class GrammarError(ValueError):
+    """The grammar cannot be used; the message says why."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What an answer must match. format: of xgrammar's structural tags, as JSON. after: a token, such as </think>,
-    before which anything goes."""
+    before which anything goes. param: of the API, that asks for it."""
 
     format: str
     after: int | None = None
+    param: str = "grammar"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

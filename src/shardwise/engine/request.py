@@ -146,8 +146,8 @@ class Request:
             self.stop_token = token
             return "stop", token
         self.output.append(token)
-        if self.constraint is not None and (self.constraint.finished or self.constraint.broken):
-            return ("error" if self.constraint.broken else "stop"), None
+        if self.constraint is not None and (self.constraint.finished or self.constraint.fault):
+            return ("error" if self.constraint.fault else "stop"), None
         return ("length" if len(self.output) >= self.sampling.max_tokens else None), None
 
 

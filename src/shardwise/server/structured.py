@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from shardwise.engine.grammar import GrammarError, parse
-from shardwise.engine.messages import Grammar
+from shardwise.engine.grammar import parse
+from shardwise.engine.messages import Grammar, GrammarError
 from shardwise.server.errors import invalid
 from shardwise.server.requests import ChatBody, GenerateBody
 from shardwise.server.services import Services
@@ -15,6 +15,7 @@ from shardwise.server.tools import ToolUse
 
 MAX_WHITESPACE = 40  # between two parts of a JSON text: a deep indentation, and no endless row of spaces
 MAX_DEPTH = 64
+MAX_GRAMMAR_CHARACTERS = 1 << 20
 UNSUPPORTED = frozenset({
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "multipleOf",
     "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef", "propertyNames",
@@ -55,8 +56,8 @@ def check_schema(schema: Any, param: str, depth: int = 0) -> None:
 
 
 def opened(schema: Any, depth: int = 0) -> Any:
-    """`schema` as xgrammar reads it: it closes what says nothing of further properties or items. We keep to that where
-    properties are declared, and leave plain objects and arrays open."""
+    """`schema` with what it leaves unsaid: where properties are declared there are no others, plain objects and arrays
+    are open. (By itself xgrammar would close both, and llguidance neither.)"""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return schema
     result = dict(schema)
@@ -71,7 +72,9 @@ def opened(schema: Any, depth: int = 0) -> Any:
             result[key] = {name: opened(item, depth + 1) for name, item in result[key].items()}
     kinds = result.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "object" in kinds and not {"properties", "patternProperties", "unevaluatedProperties"} & result.keys():
+    if "properties" in result and not {"patternProperties", "unevaluatedProperties"} & result.keys():
+        result.setdefault("additionalProperties", False)
+    elif "object" in kinds and not {"patternProperties", "unevaluatedProperties"} & result.keys():
         result.setdefault("additionalProperties", True)
     if "array" in kinds and not {"prefixItems", "unevaluatedItems"} & result.keys():
         result.setdefault("items", True)
@@ -175,7 +178,13 @@ def grammar_of(
     if isinstance(request, ChatBody) and after is not None:
         lines = {"type": "optional", "content": {"type": "const_string", "value": "\n\n"}}
         wanted = {"type": "sequence", "elements": [lines, wanted]}
-    return param, Grammar(json.dumps(wanted, ensure_ascii=False), after)
+    grammar = Grammar(json.dumps(wanted, ensure_ascii=False), after, param)
+    if len(grammar.format) > MAX_GRAMMAR_CHARACTERS:
+        raise invalid(
+            f"{param}: the grammar has {len(grammar.format)} characters, over the limit of {MAX_GRAMMAR_CHARACTERS}",
+            param,
+        )
+    return param, grammar
 
 
 async def checked_grammar(
@@ -189,7 +198,7 @@ async def checked_grammar(
             return None
         param, grammar = found
         try:
-            parse(grammar)
+            parse(grammar, services.config.grammar_backend)
         except GrammarError as error:
             raise invalid(f"{param}: {error}", param) from None
         return grammar

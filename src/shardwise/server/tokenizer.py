@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.config import ConfigError
+from shardwise.engine.vocabulary import byte_of_character, spell
 
 Result = TypeVar("Result")
 INLINE_CHARACTERS = 2048  # of a text that is tokenised in the event loop: less than a millisecond
@@ -22,13 +23,6 @@ _PROBE = " é日本😀\n\tHello, 12!"
 
 class ChatTemplateError(ValueError):
     """The chat template does not take these messages, tools or settings."""
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, other bytes for U+0100 and on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Detokenizer:
@@ -61,7 +55,7 @@ class Tokenizer:
         self._hf = hf
         self._backend = backend
         self._bytes_by_id: dict[int, bytes] = {}
-        self._byte_of_character = _byte_of_character()
+        self._byte_of_character = byte_of_character()
         added = backend.get_added_tokens_decoder()
         self._added = {token: value.content for token, value in added.items()}
         self.special_ids = frozenset(token for token, value in added.items() if value.special)
@@ -134,11 +128,7 @@ class Tokenizer:
         if token in self._added:
             return self._added[token].encode()
         characters = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
-        if characters is None:
-            return b""
-        values = [self._byte_of_character.get(character) for character in characters]
-        # A token that was put into the vocabulary as plain text.
-        return characters.encode() if None in values else bytes(value for value in values if value is not None)
+        return b"" if characters is None else spell(characters, self._byte_of_character)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `tokens`, at once."""

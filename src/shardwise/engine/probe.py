@@ -1,0 +1,128 @@
+"""A process that compiles grammars only to see whether that comes to an end: one that takes too long, or too much
+memory, or crashes the compiler, is refused, and only this process is lost.
+
+`python -m shardwise.engine.probe PARENT`: frames (four bytes of length, then msgpack) on standard input and output.
+First the vocabulary, answered when it is ready; then a grammar each, answered by what is wrong with it, or nothing.
+"""
+
+import os
+import resource
+import selectors
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from shardwise.engine.messages import Grammar, GrammarError
+from shardwise.engine.processes import die_with_parent
+
+START_SECONDS = 120.0
+MEMORY_BYTES = 4 << 30  # beyond what it takes to start
+NICENESS = 5
+
+
+def _send(pipe: BinaryIO, value: Any) -> None:
+    payload = msgspec.msgpack.encode(value)
+    pipe.write(struct.pack("<I", len(payload)) + payload)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> Any:
+    """Raises EOFError."""
+    head = pipe.read(4)
+    payload = pipe.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
+    if not payload:
+        raise EOFError
+    return msgspec.msgpack.decode(payload)
+
+
+class CompileProbe:
+    """Asks the process, which is started with the first grammar, and again after each that ended it. For one thread."""
+
+    def __init__(self, vocabulary: Callable[[], Any], limit_s: float) -> None:
+        """vocabulary: the arguments of xgrammars.make_compiler."""
+        self._vocabulary, self._limit_s = vocabulary, limit_s
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, grammar_format: str) -> None:
+        """Raises GrammarError for a grammar that cannot be compiled in time."""
+        child = self._child or self._start()
+        try:
+            reply = self._ask(child, grammar_format, self._limit_s)
+        except TimeoutError:
+            self.close()
+            raise GrammarError(f"takes more than {self._limit_s:g} s to compile; make it simpler") from None
+        except (EOFError, OSError):
+            self.close()
+            raise GrammarError("is more than its compiler can take (memory, or depth); make it simpler") from None
+        if reply:
+            raise GrammarError(reply)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._child = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "shardwise.engine.probe", str(os.getpid())]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            self._ask(self._child, self._vocabulary(), START_SECONDS)
+        except (TimeoutError, EOFError, OSError) as error:
+            self.close()
+            raise GrammarError(f"the process that compiles grammars does not start ({type(error).__name__})") from error
+        return self._child
+
+    @staticmethod
+    def _ask(child: "subprocess.Popen[bytes]", value: Any, limit_s: float) -> str:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        _send(child.stdin, value)
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s):
+                raise TimeoutError
+        return _receive(child.stdout)
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    die_with_parent(int(sys.argv[1]))
+    os.nice(NICENESS)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no reply
+    from shardwise.engine.xgrammars import make_compiler, parse
+
+    compiler = make_compiler(*_receive(sys.stdin.buffer), cache=False)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
+    _send(replies, "")
+    while True:
+        try:
+            grammar_format = _receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        began_s, problem = time.monotonic(), ""
+        try:
+            compiler.compile_grammar(parse(Grammar(grammar_format)))
+        except GrammarError as error:
+            problem = str(error)
+        except MemoryError:
+            problem = f"takes too much memory to compile (after {time.monotonic() - began_s:.1f} s); make it simpler"
+        except Exception as error:
+            problem = str(error)[:400] or type(error).__name__
+        _send(replies, problem)
+
+
+if __name__ == "__main__":
+    main()
