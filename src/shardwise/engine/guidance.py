@@ -143,7 +143,10 @@ class GuidanceMatcher:
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error().split("\n")[0][:400] if self._matcher.is_error() else ""
+        if not self._matcher.is_error():
+            return ""
+        text = self._matcher.get_error().split("\n")[0][:400]
+        return f"allows no token of this model any more ({text})" if text.startswith("NoExtension") else text
 
     def fill(self, mask_NW: torch.Tensor, row: int) -> None:
         mask_NW[row] = 0
