@@ -8,7 +8,7 @@ OUT=${OUT:-/tmp/quant} WORK=$(mktemp -d) GPUS=$(python3 -c 'import torch; print(
 GEOMETRY=benchmarks/geometry/qwen3.6-35b-a3b
 trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$OUT"
-ranks() { python3 -m torch.distributed.run --nproc-per-node "$1" --master-port $((29100 + RANDOM % 800)) -m "${@:2}"; }
+ranks() { python3 -m torch.distributed.run --nproc-per-node "$1" --rdzv-backend c10d --rdzv-endpoint localhost:0 -m "${@:2}"; }
 for LAYOUT in "${@:-fp8 nvfp4 nvfp4-ct mixed}"; do for L in $LAYOUT; do
   if [ -z "${SKIP_FULL:-}" ]; then
     SECONDS=0
@@ -26,8 +26,9 @@ for LAYOUT in "${@:-fp8 nvfp4 nvfp4-ct mixed}"; do for L in $LAYOUT; do
   for HOW in "1 cpu float32" "1 cuda float32" "1 cuda bfloat16" "2 cuda float32"; do
     read -r N DEVICE DTYPE <<< "$HOW"
     [ "$N" -gt "$GPUS" ] && continue
-    ranks "$N" tests.gpu.engine_case answers --model "$WORK/mini-$L" --device "$DEVICE" --dtype "$DTYPE" --out "$OUT/mini-$L-$N-$DEVICE-$DTYPE.json" >> "$OUT/log.txt" 2>&1
+    ranks "$N" tests.gpu.engine_case answers --model "$WORK/mini-$L" --device "$DEVICE" --dtype "$DTYPE" --out "$OUT/mini-$L-$N-$DEVICE-$DTYPE.json" >> "$OUT/log.txt" 2>&1 &
   done
+  wait
   python3 - "$OUT" "$L" >> "$OUT/table.txt" <<'P'
 import json, sys
 from pathlib import Path

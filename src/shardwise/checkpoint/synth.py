@@ -22,6 +22,7 @@ from shardwise.config import ConfigError
 from shardwise.shard import BITS, ParamSpec, Stored
 
 CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS = 1 << 18, 1 << 22  # temporaries take some 24 bytes an element
+HOST_ELEMENTS = 256  # up to so many, a CPU is done before a GPU has been told
 FP8_SPREAD = 64.0  # standard deviation of e4m3 codes, whose largest is 448
 E2M1_SPREAD = 2.93  # standard deviation of e2m1 values if all codes are equally likely
 STEP, MIX_1, MIX_2 = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
@@ -70,17 +71,18 @@ class DummySource:
         info, fill = self.info(name), self._made[name].fill
         key = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little", signed=True)
         runs = [range(size)[axis] for axis, size in zip(src, info.shape, strict=True)] or [range(1)]
-        places = torch.full((1,), key, dtype=torch.int64, device=self.device)  # may overflow: it only names an element
+        device = torch.device("cpu") if prod(map(len, runs)) <= HOST_ELEMENTS else self.device
+        places = torch.full((1,), key, dtype=torch.int64, device=device)  # may overflow: it only names an element
         for i, run in enumerate(runs[:-1]):
-            steps = torch.arange(run.start, run.stop, device=self.device) * prod(info.shape[i + 1 :])
+            steps = torch.arange(run.start, run.stop, device=device) * prod(info.shape[i + 1 :])
             places = (places[:, None] + steps).flatten()
-        last = torch.arange(runs[-1].start, runs[-1].stop, device=self.device)
-        values = torch.empty((len(places), len(last)), dtype=DTYPES[info.dtype], device=self.device)
-        chunk = CPU_CHUNK_ELEMENTS if self.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+        last = torch.arange(runs[-1].start, runs[-1].stop, device=device)
+        values = torch.empty((len(places), len(last)), dtype=DTYPES[info.dtype], device=device)
+        chunk = CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
         rows = max(1, chunk // max(1, len(last)))
         for start, stop in pairwise((*range(0, len(places), rows), len(places))):
             values[start:stop] = fill(_random_bits(places[start:stop, None] + last)).to(values.dtype)
-        return values.view([len(run) for run in runs] if info.shape else [])
+        return values.view([len(run) for run in runs] if info.shape else []).to(self.device)
 
     def whole(self, name: str) -> torch.Tensor:
         """All of tensor `name`."""

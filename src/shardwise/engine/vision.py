@@ -15,8 +15,8 @@ from shardwise.layers.linear import Specs
 from shardwise.models.vision import BATCH_PATCHES, Picture, Tower, declare
 from shardwise.parallel.context import RankContext
 
-# What --vision auto means for several ranks. On two H200s (benchmarks/vision_bench.py) a whole tower on each encodes 1.2
-# to 1.8 times the pictures a second, and a cut one is 1.6 times faster for one large picture at a time. The cut one
+# What --vision auto means for several ranks. On two H200s (benchmarks/vision_bench.py) a whole tower on each encodes
+# 1.2 to 1.8 times the pictures a second, and a cut one is 1.6 times faster for one large picture at a time. The cut one
 # leaves more memory, 422 MiB a rank at two ranks, which is what cards are short of.
 AUTO: Literal["shard", "replicate"] = "shard"
 
