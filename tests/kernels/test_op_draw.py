@@ -60,3 +60,21 @@ def test_a_row_does_not_depend_on_the_others_and_none_is_fine(impl, device):
         assert alone.tolist() == every[n : n + 1].tolist()
     none = torch.zeros(0, dtype=torch.int64, device=device)
     assert impl.draw(logits_LV, none, largest_L, heat_N[:0], seeds_N3[:0]).shape == (0,)
+
+
+@BOTH
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("vocabulary", [1, 2048, 5001])
+def test_the_likeliest_is_the_lowest_of_the_largest_and_minus_one_if_not_finite(impl, vocabulary, device):
+    logits_LV = torch.randn(7, vocabulary + 1, generator=torch.Generator().manual_seed(4))[:, :vocabulary]
+    want_L = logits_LV.argmax(-1)
+    logits_LV[1] = 2.0
+    logits_LV[2, -1] = float("nan")
+    logits_LV[3, 0] = float("inf")
+    logits_LV[4] = float("-inf")
+    logits_LV[5, -1] = logits_LV[5, vocabulary // 2] = 9.0
+    want_L[1:6] = torch.tensor([0, -1, -1, -1, vocabulary // 2])
+    values_L, ids_L = impl.likeliest(logits_LV.to(device))
+    assert ids_L.tolist() == want_L.tolist()
+    torch.testing.assert_close(values_L.cpu(), logits_LV.amax(-1), equal_nan=True)
+    assert impl.likeliest(logits_LV[:0].to(device))[1].shape == (0,)

@@ -50,6 +50,7 @@ from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
 from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.runner import Runner
+from shardwise.engine.sampler import Sampler
 from shardwise.engine.tables import PageTables
 from shardwise.engine.vision import Vision, choose
 from shardwise.engine.vision import trial as vision_trial
@@ -338,6 +339,7 @@ class Leader:
                 serve.grammar_backend,
                 COMPILE_SECONDS,
             ),
+            sampler=Sampler(rank.ctx.ops.likeliest, rank.ctx.ops.draw),
             reuse=ReuseOptions(
                 limits.snapshot_rows,
                 serve.snapshot_every,

@@ -26,6 +26,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the 
 NARROW = 256  # up to this top_k, candidates are selected; above it, and for top_p alone, all ids are sorted
 
 DrawOp = Callable[..., torch.Tensor]  # kernels/draw
+LikeliestOp = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def sort_keys(logits_LV: torch.Tensor) -> torch.Tensor:
@@ -167,9 +168,9 @@ class _Batch:
 class Sampler:
     """Chooses tokens, and remembers what that needs of each request until `forget`."""
 
-    def __init__(self, draw: DrawOp = reference.draw) -> None:
-        """draw: the operation of kernels/draw for the device."""
-        self._draw = draw
+    def __init__(self, likeliest: LikeliestOp = reference.likeliest, draw: DrawOp = reference.draw) -> None:
+        """The operations of kernels/draw for the device."""
+        self._likeliest, self._draw = likeliest, draw
         self._counts = TokenCounts()
         self._batch: _Batch | None = None
 
@@ -181,10 +182,10 @@ class Sampler:
         """
         batch = self._prepare(logits_LV, requests)
         logits_LV = self._shape(logits_LV, batch)
-        values_L, tokens_L = logits_LV.max(dim=-1)  # of equals the first; a NaN is larger than all
+        values_L, tokens_L = self._likeliest(logits_LV)
         for draw in batch.draws:
-            tokens_L[draw.rows_N] = draw.tokens(logits_LV, values_L, self._draw)
-        tokens_L = torch.where(values_L.isfinite(), tokens_L, -1)
+            drawn_N = draw.tokens(logits_LV, values_L, self._draw)
+            tokens_L[draw.rows_N] = torch.where(values_L[draw.rows_N].isfinite(), drawn_N, -1)
         if batch.penalties is not None:
             rows_P, slots_P, _ = batch.penalties
             self._counts.record(slots_P, tokens_L[rows_P])

@@ -37,6 +37,7 @@ class Ops:
     moe_shared: Callable[..., torch.Tensor]
     gated_delta_norm: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
+    likeliest: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     draw: Callable[..., torch.Tensor]
     plan_slots: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     plan_wanted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -77,6 +78,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         moe_shared=moe_block.moe_shared,
         gated_delta_norm=delta_step.gated_delta_norm,
         embed=embedding.embed,
+        likeliest=draw.likeliest,
         draw=draw.draw,
         plan_slots=slots.plan_slots,
         plan_wanted=slots.plan_wanted,

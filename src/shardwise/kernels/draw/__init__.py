@@ -1,1 +1,1 @@
-"""Drawing tokens at random from whole rows of logits."""
+"""Choosing tokens from whole rows of logits: the likeliest, or at random."""

@@ -41,6 +41,15 @@ def gumbel(low_N1: torch.Tensor, high_N1: torch.Tensor, index_N1: torch.Tensor, 
     return uniform_NK.neg_().log1p_().neg_().log_().neg_()
 
 
+def likeliest(logits_LV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest logit, fp32 [L] (NaN if any is), and its id, int64 [L]: of equals the lowest.
+
+    The id is -1 where the largest is not finite.
+    """
+    values_L, ids_L = logits_LV.max(dim=-1)
+    return values_L, torch.where(values_L.isfinite(), ids_L, -1)
+
+
 def draw(
     logits_LV: torch.Tensor,
     rows_N: torch.Tensor,

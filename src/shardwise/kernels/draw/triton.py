@@ -1,6 +1,6 @@
-"""Drawing tokens as Triton kernels: one pass over the logits, then the best of its parts.
+"""Choosing tokens as Triton kernels: one pass over the logits, then the best of its parts.
 
-Legend: N rows, L rows of logits, V vocabulary, B ids of a program, P programs of a row.
+Legend: N rows of L rows of logits, V vocabulary, B ids of a program, P programs of a row.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false
 
@@ -67,6 +67,50 @@ def best_kernel(best, best_id, out, parts, BP: tl.constexpr):
     tl.store(out + n, tl.load(best_id + n * parts + first).to(tl.int64))
 
 
+@triton.jit
+def part_likeliest_kernel(logits, stride, best, best_id, vocabulary, parts, BLOCK: tl.constexpr):
+    """The largest logit of a part of a row, NaN if there is one, and its id."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id_B = part * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(logits + row * stride + id_B, mask=id_B < vocabulary, other=float("-inf"))
+    unsound = tl.max((x_B != x_B).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(x_B == x_B, x_B, float("-inf")), 0)
+    tl.store(best + row * parts + part, tl.where(unsound, float("nan"), top))
+    tl.store(best_id + row * parts + part, tl.min(tl.where(x_B == top, id_B, vocabulary - 1), 0))
+
+
+@triton.jit
+def likeliest_kernel(best, best_id, values, out, parts, BP: tl.constexpr):
+    """The largest of a row's parts and its id, the first of equals; -1 if it is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    p_P = tl.arange(0, BP)
+    x_P = tl.load(best + row * parts + p_P, mask=p_P < parts, other=float("-inf"))
+    unsound = tl.max((x_P != x_P).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(x_P == x_P, x_P, float("-inf")), 0)
+    first = tl.min(tl.where((x_P == top) & (p_P < parts), p_P, parts - 1), 0)
+    finite = (not unsound) & (tl.abs(top) < float("inf"))
+    tl.store(values + row, tl.where(unsound, float("nan"), top))
+    tl.store(out + row, tl.where(finite, tl.load(best_id + row * parts + first), -1).to(tl.int64))
+
+
+def likeliest(logits_LV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference."""
+    rows, vocabulary = logits_LV.shape
+    values_L = torch.empty(rows, dtype=torch.float32, device=logits_LV.device)
+    out_L = torch.empty(rows, dtype=torch.int64, device=logits_LV.device)
+    if not rows:
+        return values_L, out_L
+    parts = triton.cdiv(vocabulary, BLOCK)
+    best_LP = torch.empty((rows, parts), dtype=torch.float32, device=logits_LV.device)
+    ids_LP = torch.empty((rows, parts), dtype=torch.int32, device=logits_LV.device)
+    logits_LV = logits_LV if logits_LV.stride(-1) == 1 else logits_LV.contiguous()
+    part_likeliest_kernel[(rows, parts)](
+        logits_LV, logits_LV.stride(0), best_LP, ids_LP, vocabulary, parts, BLOCK, num_warps=4
+    )
+    likeliest_kernel[(rows,)](best_LP, ids_LP, values_L, out_L, parts, power_of_two(parts), num_warps=4)
+    return values_L, out_L
+
+
 def draw(
     logits_LV: torch.Tensor,
     rows_N: torch.Tensor,
@@ -93,9 +137,11 @@ def draw(
 
 def compile_cases() -> Iterator[CompileCase]:
     """The one configuration, for a vocabulary of 248,320."""
-    types = dict.fromkeys(("logits", "largest", "temperature", "best"), "*fp32")
+    types = dict.fromkeys(("logits", "largest", "temperature", "best", "values"), "*fp32")
     types |= {"rows": "*i64", "seeds": "*i64", "best_id": "*i32", "out": "*i64"}
     constexprs = {"BLOCK": BLOCK}
-    yield CompileCase(part_kernel, signature(part_kernel, constexprs, types), constexprs, 4, 1)
+    for kernel in (part_kernel, part_likeliest_kernel):
+        yield CompileCase(kernel, signature(kernel, constexprs, types), constexprs, 4, 1)
     constexprs = {"BP": 128}
-    yield CompileCase(best_kernel, signature(best_kernel, constexprs, types), constexprs, 4, 1)
+    for kernel in (best_kernel, likeliest_kernel):
+        yield CompileCase(kernel, signature(kernel, constexprs, types), constexprs, 4, 1)
