@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from shardwise.config import ServeConfig, rank_environment
-from shardwise.engine.build import blueprint, load_weights, place
+from shardwise.engine.build import blueprint, load_weights
+from shardwise.engine.place import place
 from shardwise.kernels.ops import select
 from shardwise.parallel.comm import Alone
 from shardwise.parallel.connect import connect

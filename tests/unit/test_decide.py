@@ -13,8 +13,9 @@ import torch
 from shardwise.cache.budget import LEAST_SEQS, idle_bytes, sequences, settle
 from shardwise.commands.prepare import settle_split
 from shardwise.config import ConfigError, RankEnvironment, ServeConfig, load_model_config
-from shardwise.engine.build import blueprint, free_bytes, place, sharers
+from shardwise.engine.build import blueprint, free_bytes
 from shardwise.engine.decide import Hardware, decide, reasons
+from shardwise.engine.place import place, sharers
 from shardwise.parallel.comm import Alone
 from shardwise.parallel.devices import UNKNOWN, Device, Link, Machine
 from shardwise.parallel.probe import ProbeError

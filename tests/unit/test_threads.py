@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.config import RankEnvironment, ServeConfig, launcher_environment, rank_threads
-from shardwise.engine.build import place
+from shardwise.engine.place import place
 
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (16, 1, 15), (16, 4, 3)])

@@ -20,9 +20,10 @@ from shardwise.cache.budget import GIB, affordable_pages, sequences, snapshots
 from shardwise.commands.plan_html import page
 from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
-from shardwise.engine.build import Blueprint, device_kind
+from shardwise.engine.build import Blueprint
 from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage
 from shardwise.engine.memory import CLASSES, weight_class, weights_by_class
+from shardwise.engine.place import device_kind
 from shardwise.parallel.choice import Candidate, budget_bytes
 from shardwise.parallel.devices import UNKNOWN, Device, Machine, size_bytes
 from shardwise.shard import table

@@ -12,7 +12,8 @@ import msgspec
 
 from shardwise.cache.budget import GIB, LEAST_SEQS
 from shardwise.config import ConfigError, ServeConfig
-from shardwise.engine.build import Blueprint, blueprint, device_kind
+from shardwise.engine.build import Blueprint, blueprint
+from shardwise.engine.place import device_kind
 from shardwise.models.stages import stages
 from shardwise.parallel import probe
 from shardwise.parallel.choice import Candidate, Choice, Needs, Problem, choose, judge
