@@ -123,17 +123,17 @@ def test_a_spec_needs_no_hardware():
         (UNEQUAL, {"ranks": 0, "gpu": ("0", "1"), "gpu_spec": "1GiB:1GB/s," * 2 + "1GiB:1GB/s"}, "--gpu names 2"),
         (
             (),
-            {"ranks": 0, "gpu_spec": "8GiB:500GB/s,8GiB:500GB/s"},
+            {"ranks": 0, "gpu_spec": "8GiB:500GB/s,8GiB:500GB/s", "experts": "resident"},
             "the nearest that fits is an even split over 3 devices",
         ),
         (
             (),
-            {"ranks": 2, "gpu_spec": "24GiB:936GB/s,16GiB:288GB/s", "ratio": (1, 7)},
+            {"ranks": 2, "gpu_spec": "24GiB:936GB/s,16GiB:288GB/s", "ratio": (1, 7), "experts": "resident"},
             "the nearest split that fits is --ratio",
         ),
         (
             (),
-            {"ranks": 1, "gpu_spec": "21GiB:936GB/s", "max_model_len": 262_144},
+            {"ranks": 1, "gpu_spec": "21GiB:936GB/s", "max_model_len": 262_144, "experts": "resident"},
             "the nearest that fits is --max-model-len ",
         ),
     ],
@@ -146,12 +146,19 @@ def test_what_cannot_be_is_one_line_with_the_way_out(there: Any, options: dict[s
 
 def test_the_split_that_is_proposed_does_fit():
     with pytest.raises(ConfigError) as error:
-        settled((), ranks=2, gpu_spec="24GiB:936GB/s,16GiB:288GB/s", ratio=(1, 7))
+        settled((), ranks=2, gpu_spec="24GiB:936GB/s,16GiB:288GB/s", ratio=(1, 7), experts="resident")
     ratios = {
         group: tuple(map(float, each.split(",")))
         for group, each in re.findall(r"--ratio (\w+)=([\d,]+)", str(error.value).split("fits is")[1])
     }
     assert settled((), ranks=2, gpu_spec="24GiB:936GB/s,16GiB:288GB/s", group_ratios=ratios)[0].ranks == 2
+
+
+def test_experts_that_fit_nowhere_go_to_host_memory():
+    """Only if where they are is ours to choose; then the split stands as it was asked for."""
+    serve, decision = settled((), ranks=2, gpu_spec="8GiB:500GB/s,8GiB:500GB/s", max_model_len=4096)
+    assert (serve.ranks, serve.experts) == (2, "offload")
+    assert decision.problem.anatomy.total(decision.choice.best.partitions, 0).weights_bytes < 4 * GIB
 
 
 def test_a_cpu_has_no_gpus_to_name():

@@ -17,6 +17,7 @@ from shardwise.experts import memory
 from shardwise.experts.bank import LayerBank
 from shardwise.experts.hybrid import TRY_EVERY, Hybrid, divide
 from shardwise.experts.offload import Offload
+from shardwise.experts.sizes import expert_sizes
 from shardwise.kernels.expert_slots import reference
 from shardwise.kernels.expert_slots.table import SlotTable
 from shardwise.kernels.moe.reference import route
@@ -125,6 +126,21 @@ def test_what_was_found_and_copied_is_counted() -> None:
     offload.resize(EXPERTS)
     assert tuple(vars(offload.counts()).values()) == (2, 6, 6 * expert_bytes)
     assert offload.slot_bytes == expert_bytes
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_sizes_follow_from_specs_alone(form: str) -> None:
+    banks = {n: bank(form, n) for n in range(2)}
+    offload = Offload(banks, TOP_K, select("reference", CPU), CPU)
+    pairs = {n: (f"{n} up", f"{n} down") for n in banks}
+    specs = {
+        name: w.spec for n, one in banks.items() for name, w in zip(pairs[n], (one.gate_up, one.down), strict=True)
+    }
+    found = expert_sizes(specs, pairs, {}, 0)
+    assert found.bank_bytes == sum(one.nbytes for one in banks.values())
+    assert found.slot_bytes == offload.slot_bytes
+    assert found.staging_bytes == sum(arena.nbytes for arena in offload.staging.arenas)
+    assert found.experts == EXPERTS
 
 
 def test_windows_is_known_by_its_kernel(tmp_path: Path) -> None:

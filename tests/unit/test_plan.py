@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
+from shardwise.engine.experts import sizes_of
 from shardwise.shard import local_bytes
 from tests.unit.balance_cases import GEOMETRY, GIB, planned
 
@@ -107,11 +108,32 @@ def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert expected in out
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_in_host_memory_are_planned(tp: int, capsys: pytest.CaptureFixture[str]):
+    """As many slots as the memory holds beside the floor; bytes of device and host by rank."""
+    wish = ("--memory", "10GiB", "--tp", str(tp), "--experts", "offload", "--kv-reserve-tokens", "4096")
+    found, made = plan(capsys, *wish, "--dtype", "bfloat16", "--device", "cpu"), planned(NVFP4, tp)
+    assert 8 <= found["expert_slots"] < 256
+    assert found["tokens_per_s"] is None
+    for rank, each in enumerate(found["each"]):
+        sizes = sizes_of(made.model, made.specs, made.partitions, rank)
+        assert each["host_bytes"] == sizes.bank_bytes
+        assert each["weights_bytes"]["experts"] == sizes.device_bytes(found["expert_slots"])
+        rows = found["max_num_seqs"] + 1 + found["snapshot_rows"]
+        used = each["total_weights_bytes"] + rows * each["state_row_bytes"] + 4096 * each["kv_token_bytes"]
+        assert used <= each["memory_bytes"] < used + 2 * sizes.slot_bytes
+    assert found["kv_tokens"] >= 4096
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--memory", "3GiB", "--experts", "offload"], "a token wants 8 of 256 experts at once"),
         (["--gpu-spec", "24GiB:936GB/s,16GiB:288GB/s", "--tp", "3"], "--tp names 3"),
-        (["--gpu-spec", "4GiB:936GB/s"], "the nearest that fits is an even split over 6 devices"),
+        (
+            ["--gpu-spec", "4GiB:936GB/s", "--experts", "resident"],
+            "the nearest that fits is an even split over 6 devices",
+        ),
         (["--memory", "24GiB,1GB,2GB", "--tp", "2"], "3 sizes for 2 ranks"),
         (["--memory", "lots"], "'lots' is no size"),
         (["--requests", "0"], "'0' is not a whole number"),

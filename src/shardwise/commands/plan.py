@@ -16,12 +16,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cache.budget import GIB, affordable_pages, sequences, snapshots
+from shardwise.cache.budget import GIB, affordable_pages, affordable_slots, floor_bytes, sequences, snapshots
 from shardwise.commands.plan_html import page
 from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint
-from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage
+from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage, slotted_if_short
+from shardwise.engine.experts import sizes_of
 from shardwise.engine.memory import CLASSES, weight_class, weights_by_class
 from shardwise.engine.place import device_kind
 from shardwise.parallel.choice import Candidate, budget_bytes
@@ -49,6 +50,7 @@ class RankPlan:
     memory_bytes: int
     kv_tokens: int
     idle_bytes: int
+    host_bytes: int = 0  # of experts
 
 
 @dataclass(frozen=True)
@@ -84,27 +86,37 @@ class Plan:
     each: Sequence[RankPlan]
     candidates: Sequence[CandidatePlan]
     reasons: Sequence[str]
+    expert_slots: int = 0  # of each layer, if experts are in host memory; 0: all are on the devices
 
 
 def make_plan(decision: Decision, requests: int) -> Plan:
     """The plan of what was decided, with the state of `requests` requests or of as many as the engine would take."""
     serve, made, best, used = decision.serve, decision.made, decision.choice.best, decision.used
-    caches, partitions, known = made.caches, made.partitions, decision.machine.known
-    weights = [weights_by_class(made.specs, partitions, rank) for rank in range(best.ranks)]
+    slotted = serve.experts in ("offload", "hybrid") and made.model.experts > 0
+    # How fast experts come from host memory is not forecast.
+    caches, partitions, known = made.caches, made.partitions, decision.machine.known and not slotted
+    sizes = [sizes_of(made.model, made.specs, partitions, rank) for rank in range(best.ranks)] if slotted else []
+    weights = [
+        weights_by_class(made.specs, partitions, rank, sizes[rank].staging_bytes if slotted else None)
+        for rank in range(best.ranks)
+    ]
     memory = [max(budget_bytes(used, rank, decision.problem.needs), 0) for rank in range(best.ranks)]
     free = [have - sum(held.values()) for have, held in zip(memory, weights, strict=True)]
     rows = [caches.row_bytes(partitions, rank) for rank in range(best.ranks)]
     asked = msgspec.structs.replace(serve, max_num_seqs=serve.max_num_seqs or requests)
     page_sizes = [caches.page_bytes(partitions, rank) for rank in range(best.ranks)]
     longest_pages = -(-(serve.max_model_len or made.model.max_position_embeddings) // serve.page_tokens)
-    seqs = min(
-        sequences(asked, made.device_type, have, row, longest_pages * size)
-        for have, row, size in zip(free, rows, page_sizes, strict=True)
-    )
-    kept = min(
-        snapshots(serve, have, (seqs + 1) * row, row, longest_pages * size)
-        for have, row, size in zip(free, rows, page_sizes, strict=True)
-    )
+    floors = [floor_bytes(serve, made.model, size) if slotted else longest_pages * size for size in page_sizes]
+    seqs, kept = rows_afforded(serve, asked, made.device_type, free, rows, floors, slotted)
+    slots = 0
+    if slotted:
+        chosen = made.model.experts_per_token, made.model.experts
+        slots = min(
+            affordable_slots(serve, have - (seqs + 1 + kept) * row - floor, size.slot_bytes, *chosen)
+            for have, row, floor, size in zip(free, rows, floors, sizes, strict=True)
+        )
+        free = [have - slots * size.slot_bytes for have, size in zip(free, sizes, strict=True)]
+        weights = [held | {"experts": s.device_bytes(slots)} for held, s in zip(weights, sizes, strict=True)]
     pages = [
         affordable_pages(have, (seqs + 1 + kept) * row, size)
         for have, row, size in zip(free, rows, page_sizes, strict=True)
@@ -121,6 +133,7 @@ def make_plan(decision: Decision, requests: int) -> Plan:
             memory_bytes=memory[rank],
             kv_tokens=max(pages[rank] - 1, 0) * serve.page_tokens,
             idle_bytes=(pages[rank] - least) * page_sizes[rank],
+            host_bytes=sizes[rank].bank_bytes if slotted else 0,
         )
         for rank in range(best.ranks)
     ]
@@ -141,7 +154,23 @@ def make_plan(decision: Decision, requests: int) -> Plan:
         each=each,
         candidates=[planned(one, best, known) for one in decision.choice.candidates],
         reasons=reasons(decision) if known else (),
+        expert_slots=slots,
     )
+
+
+def rows_afforded(
+    serve: ServeConfig,
+    asked: ServeConfig,
+    kind: str,
+    free: Sequence[int],
+    rows: Sequence[int],
+    floors: Sequence[int],
+    slotted: bool,
+) -> tuple[int, int]:
+    """Requests and snapshots that every rank has room for, by its free bytes, bytes of a row and of the least KV."""
+    each = list(zip(free, rows, floors, strict=True))
+    seqs = min(sequences(asked, kind, have, row, floor, slotted) for have, row, floor in each)
+    return seqs, min(snapshots(serve, have, (seqs + 1) * row, row, floor) for have, row, floor in each)
 
 
 def planned(one: Candidate, best: Candidate, known: bool) -> CandidatePlan:
@@ -193,6 +222,9 @@ def show(plan: Plan, made: Blueprint, console: Console) -> None:
     units = Table("units owned", *columns)
     for group, counts in plan.units.items():
         units.add_row(group, *map(str, counts))
+    if plan.expert_slots:
+        sizes = (f"{rank.host_bytes / GIB:.3f}" for rank in plan.each)
+        held.add_row(f"host memory ({plan.expert_slots} slots a layer)", *sizes, "")
     for one in (held, caches, units):
         console.print(one)
     if plan.tokens_per_s is not None:
@@ -267,6 +299,7 @@ def run(args: argparse.Namespace, serve: ServeConfig, hardware: Hardware | None 
     """Print the plan of `serve`; `args` has memory, requests, json and html. Raises ConfigError if it is too big."""
     serve = resolve_model(serve)
     decision = decision_of(serve, args.memory, args.requests, hardware or Hardware())
+    decision = slotted_if_short(decision)
     plan = make_plan(decision, args.requests)
     if args.html:
         args.html.write_text(page(asdict(plan)), encoding="utf-8")

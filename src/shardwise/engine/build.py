@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 import torch
 
@@ -39,7 +38,7 @@ from shardwise.config import (
     read_json,
 )
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts import choose_mode, expert_specs, make_offload
+from shardwise.engine.experts import choose_mode, expert_specs, experts_bytes, make_offload, with_experts
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import COMPILE_SECONDS, Grammars
@@ -308,27 +307,18 @@ class Leader:
 
     def stats(self) -> Stats:
         """The engine's figures, and those of experts that are not on the device."""
-        stats, offload = self.engine.stats(), self.rank.offload
-        if offload is None:
-            return stats
-        counts = offload.counts()
-        return msgspec.structs.replace(
-            stats,
-            expert_slots=offload.count,
-            expert_hits=counts.hits,
-            expert_misses=counts.misses,
-            expert_copied_bytes=counts.copied_bytes,
-        )
+        return with_experts(self.engine.stats(), self.rank.offload)
 
     def ready(self) -> Ready:
         limits, made, ranks = self.rank.budget, self.rank.made, self.rank.ctx.world
         devices = local_devices(made.device_type, self._devices)
+        on_device = experts_bytes(made.model, made.specs, made.partitions, limits.expert_slots)
         return Ready(
             limits.max_model_len,
             limits.kv_tokens,
             limits.max_num_seqs,
             ranks,
-            memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices),
+            memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices, on_device),
         )
 
     def has_work(self) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 from shardwise.cache.budget import GIB, LEAST_SEQS
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint, blueprint
+from shardwise.engine.experts import sizes_of
 from shardwise.engine.place import device_kind
 from shardwise.models.stages import stages
 from shardwise.parallel import probe
@@ -43,6 +44,7 @@ class Decision:
     machine: Machine
     problem: Problem
     choice: Choice
+    asked: ServeConfig  # what was to be decided
 
     @property
     def used(self) -> Machine:
@@ -107,7 +109,12 @@ def problem_of(serve: ServeConfig, made: Blueprint, requests: int = 1, exact: bo
     )
     if exact:
         needs = replace(needs, utilization=1.0, reserve_bytes=0)
-    anatomy = stages(made.model, made.specs, caches.page, caches.row, serve.page_tokens)
+    slotted = serve.experts in ("offload", "hybrid") and made.model.experts > 0
+    if slotted:  # counted whole, as one rank would need it
+        sizes = sizes_of(made.model, made.specs, made.partitions, 0)
+        least = sizes.device_bytes(made.model.experts_per_token)
+        needs = replace(needs, reserve_bytes=needs.reserve_bytes + least)
+    anatomy = stages(made.model, made.specs, caches.page, caches.row, serve.page_tokens, not slotted)
     return Problem({**made.specs, **caches.page, **caches.row}, anatomy, Load(requests), needs, serve.objective)
 
 
@@ -127,10 +134,21 @@ def decide(
     count = len(machine.devices)
     if not machine.known:
         return msgspec.structs.replace(serve, ranks=count, gpu=gpus), None
-    decision = choose_for(serve, machine, kind)
+    decision = slotted_if_short(choose_for(serve, machine, kind))
     if fault := shortage(decision):
         raise ConfigError(fault)
     return decision.serve, decision
+
+
+def slotted_if_short(decision: Decision) -> Decision:
+    """`decision`, or if that does not fit and where experts are is ours to choose, one with experts in host memory."""
+    serve, kind = decision.serve, decision.made.device_type
+    if serve.experts != "auto" or not decision.made.model.experts or kind == "cpu" or not shortage(decision):
+        return decision
+    load, exact = decision.problem.load, not decision.problem.needs.reserve_bytes
+    asked = msgspec.structs.replace(decision.asked, experts="offload")
+    other = choose_for(asked, decision.machine, kind, load.requests, exact)
+    return decision if shortage(other) else other
 
 
 def choose_for(serve: ServeConfig, machine: Machine, kind: str, requests: int = 1, exact: bool = False) -> Decision:
@@ -150,7 +168,7 @@ def decided(serve: ServeConfig, made: Blueprint, machine: Machine, problem: Prob
     found = msgspec.structs.replace(
         serve, ranks=best.ranks, gpu=gpus, ratio=(), group_ratios=ratios, gpu_spec="", device_profile=""
     )
-    return Decision(found, made, machine, problem, choice)
+    return Decision(found, made, machine, problem, choice, serve)
 
 
 def shortage(decision: Decision) -> str | None:

@@ -2,23 +2,27 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from shardwise.cache.budget import GIB, LEAST_SEQS, floor_bytes
 from shardwise.cache.pool import CacheSpecs
 from shardwise.checkpoint.index import CheckpointIndex, Source
 from shardwise.config import ModelConfig, ServeConfig
+from shardwise.engine.messages import Stats
 from shardwise.experts.bank import Banks, load_banks
 from shardwise.experts.choice import fetch_or_compute
 from shardwise.experts.hybrid import Hybrid
 from shardwise.experts.keys import bank_key
 from shardwise.experts.offload import Offload
+from shardwise.experts.sizes import ExpertSizes, expert_sizes
 from shardwise.models.qwen3_5 import expert_banks
 from shardwise.parallel.choice import RESERVE_BYTES
 from shardwise.parallel.context import RankContext
-from shardwise.shard import ParamSpec, local_bytes
+from shardwise.shard import ParamSpec, Partitions, local_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,32 @@ def expert_specs(model: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str
     """Those of `specs` that are routed experts."""
     names = [name for pair in expert_banks(model).values() for name in pair]
     return {name: specs[name] for name in names}
+
+
+def sizes_of(model: ModelConfig, specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> ExpertSizes:
+    """What experts take on `rank` where they are not all on its device."""
+    return expert_sizes(specs, expert_banks(model), partitions, rank)
+
+
+def experts_bytes(
+    model: ModelConfig, specs: Mapping[str, ParamSpec], partitions: Partitions, slots: int
+) -> Callable[[int], int] | None:
+    """What experts take on the device of a rank that has so many slots of each layer; None: all are there."""
+    return (lambda rank: sizes_of(model, specs, partitions, rank).device_bytes(slots)) if slots else None
+
+
+def with_experts(stats: Stats, offload: Offload | None) -> Stats:
+    """`stats` with the figures of experts that are not on the device."""
+    if offload is None:
+        return stats
+    counts = offload.counts()
+    return msgspec.structs.replace(
+        stats,
+        expert_slots=offload.count,
+        expert_hits=counts.hits,
+        expert_misses=counts.misses,
+        expert_copied_bytes=counts.copied_bytes,
+    )
 
 
 def choose_mode(

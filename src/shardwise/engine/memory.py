@@ -1,7 +1,7 @@
 """What every rank's memory is for, as the shard spec sizes it: known on the first rank without asking the others."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,15 @@ def weight_class(name: str) -> str:
     return next(kind for kind, pattern in CLASSES if re.match(pattern, name))
 
 
-def weights_by_class(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> dict[str, int]:
-    """Bytes of `rank` in each class, in the order of CLASSES."""
+def weights_by_class(
+    specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int, experts_bytes: int | None = None
+) -> dict[str, int]:
+    """Bytes on the device of `rank` in each class, in the order of CLASSES. experts_bytes: if not all are there."""
     totals = {kind: 0 for kind, _ in CLASSES}
     for name, spec in specs.items():
         totals[weight_class(name)] += local_bytes(spec, partitions, rank)
+    if experts_bytes is not None:
+        totals["experts"] = experts_bytes
     return {kind: total for kind, total in totals.items() if total}
 
 
@@ -60,8 +64,11 @@ def rank_memory(
     limits: Budget,
     ranks: int,
     devices: Sequence[Device],
+    experts_bytes: Callable[[int], int] | None = None,
 ) -> tuple[RankMemory, ...]:
-    """What each of `ranks` ranks holds. devices: of the first of them, as many as are known."""
+    """What each of `ranks` ranks holds. devices: of the first of them, as many as are known. experts_bytes: on the
+    device of a rank, if not all are there.
+    """
     rows = limits.rows + limits.snapshot_rows
     each = list[RankMemory]()
     for rank in range(ranks):
@@ -72,7 +79,7 @@ def rank_memory(
                 device=device.name,
                 device_id=device.id,
                 memory_bytes=device.memory_bytes,
-                weights_bytes=weights_by_class(specs, partitions, rank),
+                weights_bytes=weights_by_class(specs, partitions, rank, experts_bytes and experts_bytes(rank)),
                 state_bytes=row_bytes * rows,
                 state_row_bytes=row_bytes,
                 kv_bytes=page_bytes * limits.pages,

@@ -25,8 +25,13 @@ class Kernels:
     embedding: int = 4
 
 
-def stages(config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_tokens: int) -> Anatomy:
-    """The stages of one step of a model with weights `specs` and caches of `page` and `row`."""
+def stages(
+    config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_tokens: int, experts_held: bool = True
+) -> Anatomy:
+    """The stages of one step of a model with weights `specs` and caches of `page` and `row`.
+
+    experts_held: whether routed experts are all in the devices' memory.
+    """
     kernels, found = Kernels(), Counter[Stage]()
     for i, kind in enumerate(config.layer_types):
         mixer = "attention" if kind == "full_attention" else "delta"
@@ -42,13 +47,14 @@ def stages(config: ModelConfig, specs: Specs, page: Specs, row: Specs, page_toke
         stage = _stage("feed-forward", specs, f"{layer_name(i)}.mlp.", kernels.moe if config.experts else kernels.mlp)
         experts = _plain(specs, f"{layer_name(i)}.mlp.experts.")
         read = tuple(spec for spec in stage.read if spec not in experts)
+        held = stage.held if experts_held else read
         norms = tuple(
             spec for norm in ("input", "post_attention") for spec in _plain(specs, f"{layer_name(i)}.{norm}_")
         )
         found[
             replace(
                 stage,
-                held=stage.held + norms,
+                held=held + norms,
                 read=read,
                 sparse=experts,
                 experts=config.experts,
