@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from shardwise.cli import LAYOUTS
 from shardwise.config import ServeConfig, load_vision_config
 from shardwise.server.media import Media
 from shardwise.server.messages import MediaPart
@@ -16,6 +18,7 @@ from tests.golden.eval import Case, Golden
 from tests.parallel import engine_ranks
 from tests.parallel.test_logits import SPLITS, name
 from tests.parallel.test_miniature import SERVE, answers, differing
+from tests.parallel.test_quantised import FULL
 from tests.ranks import Ranks
 
 Asked = list[tuple[list[int], dict[str, Any], list[tuple[Any, ...]]]]
@@ -74,6 +77,22 @@ def test_every_picture_is_answered_as_in_transformers(
     outputs, _ = ranks.run(split[0], engine_ranks.generate, serve=serve, requests=asked)[0]
     assert differing(cases, outputs, golden) == []
     figures = evaluation.accuracy(cases, answers(cases, outputs, tokenizer))
+    assert all(right == count for right, count in figures.values()), evaluation.table(figures)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_siblings_see_as_well_at_every_split(
+    layout: str, siblings: Mapping[str, Path], cases: list[Case], asked: Asked, tokenizer: Any, ranks: Ranks
+) -> None:
+    """The tower stays as it is; the text model behind it is quantised. All cases at every split: FULL_EVALUATION=1."""
+    every, splits = (1, SPLITS) if FULL else (6, (SPLITS[0], SPLITS[2]))
+    outputs: dict[str, list[list[int]]] = {}
+    for split in splits:
+        serve = {**SERVE, "model": str(siblings[layout]), "ratio": split[1]}
+        outputs[name(split)], _ = ranks.run(split[0], engine_ranks.generate, serve=serve, requests=asked[::every])[0]
+    alone = outputs[name(SPLITS[0])]
+    assert {split: found == alone for split, found in outputs.items()} == dict.fromkeys(outputs, True)
+    figures = evaluation.accuracy(cases[::every], answers(cases[::every], alone, tokenizer))
     assert all(right == count for right, count in figures.values()), evaluation.table(figures)
 
 

@@ -26,7 +26,7 @@ RANK_COUNT = re.compile(r"(^|_)(world|ranks|tp)(_|$)", re.IGNORECASE)
 HOST_SHARES = frozenset(
     {
         "config.py:rank_threads",
-        "engine/build.py:place",
+        "engine/place.py:place",
         "engine/build.py:free_bytes",
     }
 )
