@@ -3,7 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.engine_case answers --dtype float32 --out FILE
     python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.engine_case speed --model GEOMETRY --out FILE
 
-`answers` writes the tokens of each text case; `speed` decode and prefill figures of made-up weights.
+`answers` writes the tokens of each text case, `pictures` of each with pictures; `speed` decode and prefill figures of
+made-up weights.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 from shardwise.checkpoint.hub import resolve
 from shardwise.config import ServeConfig, rank_environment
 from shardwise.engine.build import Leader, build_rank
-from shardwise.engine.messages import Failed, Generate, SamplingParams
+from shardwise.engine.messages import Failed, Generate, Picture, SamplingParams
 from tests.golden import eval as evaluation
 
 Requests = Sequence[tuple[list[int], int]]
@@ -122,9 +123,32 @@ def answers(leader: Leader) -> dict[str, list[int]]:
     return {str(case.id): tokens for case, tokens in zip(cases, found, strict=True)}
 
 
+def picture_answers(leader: Leader) -> dict[str, list[int]]:
+    """Tokens of each case with pictures of the miniature."""
+    from transformers import AutoTokenizer
+
+    from tests.golden.asked import asked, picture_cases
+
+    cases, found = picture_cases(), dict[str, list[int]]()
+    for case, (prompt, sampling, pictures) in zip(
+        cases, asked(cases, AutoTokenizer.from_pretrained(evaluation.miniature())), strict=True
+    ):
+        for fields in pictures:
+            leader.add_picture(Picture(str(case.id), *fields))
+        sampled = SamplingParams(temperature=0.0, **sampling)
+        leader.add(Generate(str(case.id), prompt, sampled, pictures=len(pictures)))
+        found[str(case.id)] = []
+    while leader.has_work():
+        for message in leader.step():
+            if isinstance(message, Failed):
+                raise RuntimeError(message.message)
+            found[message.id] += message.tokens + ([] if message.stop_token is None else [message.stop_token])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["answers", "speed"])
+    parser.add_argument("what", choices=["answers", "pictures", "speed"])
     parser.add_argument("--model", default="")
     parser.add_argument("--ratio", default="")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64, 128])
@@ -157,7 +181,8 @@ def main() -> None:
         result["gpu"] = torch.cuda.get_device_name()
         result["allocated_bytes"] = torch.cuda.memory_allocated()
     begin_s = time.monotonic()
-    result["result"] = speed(leader, args.batches, args.contexts) if args.what == "speed" else answers(leader)
+    todo = {"answers": answers, "pictures": picture_answers}
+    result["result"] = todo[args.what](leader) if args.what in todo else speed(leader, args.batches, args.contexts)
     result["took_s"] = time.monotonic() - begin_s
     if args.profile:
         tables = [f"batch {batch}\n{profile(leader, batch)}" for batch in args.profile]

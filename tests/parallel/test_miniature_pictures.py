@@ -1,6 +1,5 @@
 """The miniature's skills with pictures: every answer as in transformers, at every split, in chunks and preempted."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardwise.cli import LAYOUTS
-from shardwise.config import ServeConfig, load_vision_config
-from shardwise.server.media import Media
-from shardwise.server.messages import MediaPart
-from shardwise.server.tokenizer import Tokenizer
 from tests.golden import eval as evaluation
+from tests.golden.asked import Asked, picture_cases
+from tests.golden.asked import asked as requests_of
 from tests.golden.eval import Case, Golden
 from tests.parallel import engine_ranks
 from tests.parallel.test_logits import SPLITS, name
@@ -21,14 +18,10 @@ from tests.parallel.test_miniature import SERVE, answers, differing
 from tests.parallel.test_quantised import FULL
 from tests.ranks import Ranks
 
-Asked = list[tuple[list[int], dict[str, Any], list[tuple[Any, ...]]]]
-
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    found = [case for case in evaluation.load_cases(pictures=True) if case.skill.startswith(evaluation.PICTURES)]
-    assert len(found) == 66
-    return found
+    return picture_cases()
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +36,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def asked(cases: list[Case], tokenizer: Any) -> Asked:
-    """What the server makes of the cases: prompts, limits and pictures."""
-    folder = evaluation.miniature()
-    vision = load_vision_config(folder)
-    assert vision is not None
-    media = Media.load_processor(ServeConfig(model=str(folder)), vision)
-    ours = Tokenizer(tokenizer)
-
-    async def ask(case: Case) -> tuple[list[int], dict[str, Any], list[tuple[Any, ...]]]:
-        contents = [message["content"] for message in case.messages if isinstance(message["content"], list)]
-        urls = [part["image_url"]["url"] for content in contents for part in content if part["type"] == "image_url"]
-        loaded = await media.load([MediaPart("image", url, "messages") for url in urls])
-        ids, pictures = media.prompt(ours, evaluation.prompt_text(tokenizer, case), loaded)
-        fields = [(each.at, each.height, each.width, each.digest, each.pixels) for each in pictures]
-        return ids, {"max_tokens": case.max_tokens}, fields
-
-    async def ask_all() -> Asked:
-        return [await ask(case) for case in cases]
-
-    return asyncio.run(ask_all())
+    return requests_of(cases, tokenizer)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=name)
