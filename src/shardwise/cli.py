@@ -205,6 +205,60 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
 
 
+def shape(text: str) -> tuple[int, int]:
+    """`8x2048`: prompts and the tokens of each."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of prompts and of their tokens, such as 8x2048")
+    return int(match[1]), int(match[2])
+
+
+def rate(text: str) -> float:
+    """Requests a second; `inf`: all at once."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests a second above 0, or inf")
+    return value
+
+
+def medians(text: str) -> tuple[int, int]:
+    """`90,200`: tokens of a prompt and of an answer."""
+    match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of tokens, such as 90,200")
+    return int(match[1]), int(match[2])
+
+
+def bench_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and where it is written."""
+    group = parser.add_argument_group("speed")
+    group.add_argument("--batch", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="requests at once (1 8)")
+    group.add_argument("--prompt-tokens", type=COUNT, default=128, metavar="N", help="of decoded requests (128)")
+    group.add_argument(
+        "--new-tokens", type=number(2, float("inf")), default=256, metavar="N", help="of a long answer (256)"
+    )
+    group.add_argument("--short-tokens", type=COUNT, default=32, metavar="N", help="of a short answer (32)")
+    group.add_argument(
+        "--prefill", type=shape, nargs="*", metavar="8x2048", help="prompts (1x1024 1x4096 8x2048); nothing: none"
+    )
+    group.add_argument("--repeats", type=COUNT, default=3, metavar="N", help="of which the best counts (3)")
+    group = parser.add_argument_group("serving load")
+    group.add_argument("--load", action="store_true", help="measure a load of random arrivals instead")
+    group.add_argument("--rate", type=rate, nargs="+", default=[1.0], metavar="R", help="requests/s (1); inf: at once")
+    group.add_argument("--requests", type=COUNT, default=64, metavar="N", help="at each rate (64)")
+    group.add_argument("--mix", type=medians, default=(90, 200), metavar="90,200", help="medians: prompt, answer")
+    group = parser.add_argument_group("another server")
+    group.add_argument("--url", help="of an OpenAI API, such as http://127.0.0.1:8000; --model: its name there")
+    group.add_argument("--api", choices=["completions", "chat"], default="completions")
+    group.add_argument("--api-key", help="of that server", default="")
+    group = parser.add_argument_group("results")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    group.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="draw them; needs shardwise[plot]")
+
+
 def quantize_options(parser: argparse.ArgumentParser) -> None:
     """From what to what."""
     parser.add_argument("model", metavar="MODEL", help="local folder or hub id of a plain checkpoint")
@@ -248,10 +302,7 @@ def make_parser() -> Parser:
     made["chat"].add_argument("--system", help="a system message", default="")
     made["chat"].add_argument("--max-tokens", type=COUNT, help="of each answer")
     made["chat"].add_argument("--temperature", type=number(0, 10, float))
-    made["bench"].add_argument("--batch", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="requests at once")
-    made["bench"].add_argument("--prompt-tokens", type=COUNT, default=128, metavar="N")
-    made["bench"].add_argument("--new-tokens", type=number(2, float("inf")), default=64, metavar="N")
-    made["bench"].add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    bench_options(made["bench"])
     quantize_options(made["quantize"])
     made["demo"].add_argument("-tp", "--tp", type=COUNT, default=2, metavar="N", help="ranks (default 2)")
     launch_options(made["launch"])

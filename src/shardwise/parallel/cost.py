@@ -21,10 +21,15 @@ ACTIVATION_BYTES = 4  # sums over ranks and logits are fp32
 
 @dataclass(frozen=True)
 class Load:
-    """What is decoded at once: requests, and the tokens that each has behind it."""
+    """What is computed at once: requests, and the tokens that each has behind it. new_tokens: of each; one decodes."""
 
-    requests: int = 1
-    context_tokens: int = 4096
+    requests: float = 1
+    context_tokens: float = 4096
+    new_tokens: float = 1
+
+    @property
+    def tokens(self) -> float:
+        return self.requests * self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Forecast:
     slowest: Mapping[str, int]
     busy_s: tuple[float, ...]
     bytes_s: float  # the part of step_s that is reading, on the slowest ranks
-    requests: int
+    requests: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -130,6 +135,11 @@ class Anatomy:
             sum(count * held.row_bytes for count, held in each),
         )
 
+    def moved_bytes(self, partitions: Partitions, rank: int, load: "Load") -> float:
+        """All that `rank` reads and writes in a step of `load`."""
+        held = (self.held(n, partitions, rank) for n in range(len(self.stages)))
+        return sum(stage.count * moved_bytes(stage, one, load) for stage, one in zip(self.stages, held, strict=True))
+
     def forecast(self, partitions: Partitions, machine: Machine, load: Load) -> Forecast:
         """Time of a step of `load` on the first devices of `machine`, one a rank."""
         members = next(iter(partitions.values())).ranks
@@ -147,7 +157,7 @@ class Anatomy:
             by_stage[stage.name] = by_stage.get(stage.name, 0.0) + stage.count * times[worst][0]
             slowest[stage.name] = worst
             bytes_s += stage.count * times[worst][1]
-            collectives_s += stage.count * collective_seconds(stage, members, link, load.requests)
+            collectives_s += stage.count * collective_seconds(stage, members, link, load.tokens)
         return Forecast(
             sum(by_stage.values()) + collectives_s,
             collectives_s,
@@ -190,24 +200,28 @@ def _held(stage: Stage, partitions: Partitions, rank: int) -> Held:
     )  # fmt: skip
 
 
-def distinct_share(experts: int, chosen: int, tokens: int) -> float:
+def distinct_share(experts: int, chosen: int, tokens: float) -> float:
     """The share of experts that at least one of `tokens` tokens chooses, if all are equally likely."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
 
 
+def moved_bytes(stage: Stage, held: Held, load: Load) -> float:
+    """What a rank reads and writes in one of `stage`: weights, experts that somebody chooses, keys, values, states."""
+    moved = held.read_bytes + distinct_share(stage.experts, stage.chosen, load.tokens) * held.sparse_bytes
+    moved += held.page_bytes / stage.page_tokens * load.context_tokens * load.requests
+    return moved + 2 * held.row_bytes * load.requests  # read and written
+
+
 def stage_seconds(stage: Stage, held: Held, device: Device, load: Load) -> tuple[float, float]:
     """Seconds of one of `stage` on a rank, and the part of them that is not the kernels' fixed cost."""
-    tokens = load.requests
-    moved = held.read_bytes + distinct_share(stage.experts, stage.chosen, tokens) * held.sparse_bytes
-    moved += held.page_bytes / stage.page_tokens * load.context_tokens * tokens
-    moved += 2 * held.row_bytes * tokens  # read and written
+    moved = moved_bytes(stage, held, load)
     work = held.read_elements + (held.sparse_elements * stage.chosen / stage.experts if stage.experts else 0)
-    streaming = max(moved / device.read_bytes_per_s, 2 * work * tokens / device.flops_per_s)
+    streaming = max(moved / device.read_bytes_per_s, 2 * work * load.tokens / device.flops_per_s)
     idle = not moved and bool(stage.read or stage.sparse)
     return streaming + (0 if idle else stage.kernels * device.kernel_s), streaming
 
 
-def collective_seconds(stage: Stage, members: int, link: Link, tokens: int) -> float:
+def collective_seconds(stage: Stage, members: int, link: Link, tokens: float) -> float:
     """Seconds of what ends `stage` over `members` ranks: one of them says nothing."""
     if members < 2 or not (stage.summed or stage.gathered):
         return 0.0
