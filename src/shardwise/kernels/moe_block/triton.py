@@ -1,4 +1,4 @@
-"""A block of experts on GPUs: three launches for a few tokens; for more, the single operations and one sum.
+"""A block of experts on GPUs: two or three launches for a few tokens; for more, the single operations and one sum.
 
 Legend: T tokens, H hidden, E experts, I intermediate, k experts a token, M = T * k pairs.
 """
@@ -18,12 +18,14 @@ from shardwise.kernels.linear.triton import Stream, power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import moe, route, silu_mul
+from shardwise.kernels.moe_block import matched
 from shardwise.kernels.moe_block.reference import Routed
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
 
-STREAM_TOKENS = 4  # up to so many, tokens share few experts
+STREAM_TOKENS = 1  # one token streams its experts' weights through sums in fp32
+MATCHED_TOKENS = 32  # up to so many, a tile has a column for every token; beyond, pairs are sorted
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
 GATED_ADD_BLOCK = 1024
 
@@ -92,9 +94,16 @@ def moe_shared(
     """As the reference. target: the device's, if None; pdl: see overlap.py."""
     target = target or target_of(x_TH.device)
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
-    if 0 < x_TH.shape[0] <= STREAM_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
+    tokens = x_TH.shape[0]
+    if 0 < tokens <= MATCHED_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
         banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
-        return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1, pdl)
+        unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
+        x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
+        choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1)
+        if tokens <= STREAM_TOKENS:
+            return _stream(x_TH, *banks_of, *choice, pdl)
+        configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
+        return matched.moe(x_TH, *banks_of, *choice, (configs[0], configs[1]), pdl)
     routed_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target)
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -120,8 +129,6 @@ def _stream(
 ) -> torch.Tensor:
     """Two launches: gates and ups of all experts, then their weighted sum."""
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
-    unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in (up, down, shared_up, shared_down))
-    x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
@@ -130,12 +137,12 @@ def _stream(
         triton.cdiv(up.layout[2] // 2, constexprs["R"]), triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
     )
     gate_up_kernel[(tokens * (top_k + 1), tiles)](
-        x_TH, act_MI, shared_act_TI, ids_Tk.contiguous(), *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
+        x_TH, act_MI, shared_act_TI, ids_Tk, *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
         num_warps=4, **launch(pdl),
     )  # fmt: skip
     constexprs = _down_constants(down, shared_down, top_k)
     down_kernel[(tokens, triton.cdiv(hidden, constexprs["R"]))](
-        act_MI, shared_act_TI, ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1, gate_T1.stride(0), out_TH,
+        act_MI, shared_act_TI, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH,
         *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=4,
         **launch(pdl),
     )  # fmt: skip
@@ -179,5 +186,6 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
             constexprs = _down_constants(down.of, shared_down.of, 8) | {"PDL": False}
             signed = signature(down_kernel, constexprs, types | down.types | own)
             yield CompileCase(down_kernel, signed, constexprs, 4, 1)
+    yield from matched.compile_cases(native_fp8)
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)
