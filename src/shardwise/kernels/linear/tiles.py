@@ -243,40 +243,92 @@ def chunk_sums(x_CBV, value, fine, e_BR, o_BR, ok_BR, c_C, V: tl.constexpr, W: t
 
 
 @triton.jit
-def weight_tile(value, fine, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.constexpr, dtype, W: tl.constexpr):
-    """Rows o of expert e, columns k0 .. k0 + BK -> [BO, BK] in `dtype`; with fine scales if SCALED. 0 where masked.
+def fine_step(fine, e, o_O, ok_O, k0, BK: tl.constexpr, W: tl.constexpr):
+    """Fine scales, as stored, of BK columns from k0: [BO] if one of each row covers them, else [BO, G]; 0 past K."""
+    row = fine + fine_row(e, o_O, W)
+    if W[FINE] % BK == 0:
+        scales = tl.load(row + k0 // W[FINE], mask=ok_O & (o_O * 0 + k0 < W[COLUMNS]), other=0)
+    else:
+        UNDER: tl.constexpr = W[FINE] if BK % W[FINE] == 0 else 1
+        g_G = k0 + tl.arange(0, BK // UNDER) * UNDER
+        at = row[:, None] + (g_G // W[FINE])[None, :]
+        scales = tl.load(at, mask=ok_O[:, None] & (g_G < W[COLUMNS])[None, :], other=0)
+    return scales
 
-    Values of e2m1 come divided by 128: times e4m3 scales, fp16 then holds them exactly.
+
+@triton.jit
+def factors(raw, W: tl.constexpr):
+    """Fine scales as stored -> what values are multiplied by, in fp32."""
+    scale = e4m3(raw, W[NATIVE]).to(tl.float32) if W[FINE_CODE] else raw.to(tl.float32)
+    if W[INVERSE] % 2 == 1:
+        scale = tl.where(scale == 0, 0.0, 1.0 / tl.where(scale == 0, 1.0, scale))
+    return scale
+
+
+@triton.jit
+def e2m1_bf16_of_words(code):
+    """As e2m1_of_words, but in bf16, divided by 2 ** 126."""
+    word = code.to(tl.uint32, bitcast=True)
+    v0, v4 = _pair_bf16(word, 12, 6)
+    v1, v5 = _pair_bf16(word, 8, 2)
+    v2, v6 = _pair_bf16(word, 4, -2)
+    v3, v7 = _pair_bf16(word, 0, -6)
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    return tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
+
+
+@triton.jit
+def _pair_bf16(word, SIGN: tl.constexpr, REST: tl.constexpr):
+    rest = word << REST if REST >= 0 else word >> -REST
+    both = ((word << SIGN) & 0x80008000) | (rest & 0x01C001C0)
+    lower = (both & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return lower, (both >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def bf16_factors(raw):
+    """Bytes of positive e4m3 scales in bf16, times 2 ** 119: with e2m1_bf16_of_words, products divided by 128."""
+    small = (raw.to(tl.uint16) << 4).to(tl.bfloat16, bitcast=True)  # divided by 2 ** 120
+    return (small * (2.0**120)).to(tl.bfloat16) * (2.0**119)
+
+
+@triton.jit
+def weight_tile(value, scales, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.constexpr, dtype, W: tl.constexpr):
+    """Rows o of expert e, columns k0 .. k0 + BK -> [BO, BK] in `dtype`, times `scales` (see fine_step) if SCALED.
+
+    0 where masked. Values of e2m1 come divided by 128: times e4m3 scales, bf16 and fp16 then hold them exactly.
     """
     K: tl.constexpr = W[COLUMNS]
     PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1
+    UNDER: tl.constexpr = W[FINE] if SCALED and BK % W[FINE] == 0 else 1
+    SHORT: tl.constexpr = SCALED and PER > 1 and W[FINE_CODE] and W[INVERSE] % 2 == 0  # scales of 4 bits
     row_O = e.to(tl.int64) * W[ROWS] + o_O
     k_K = k0 // PER + tl.arange(0, BK // PER)
     mask = ok_O[:, None] if K % BK == 0 else ok_O[:, None] & (k_K < K // PER)[None, :]
     raw = tl.load(value + (row_O * (K // PER))[:, None] + k_K[None, :], mask=mask, other=0)
-    if PER > 1:
-        code = e2m1_of_words(raw) if PER == 8 else e2m1_of_bytes(raw)
-        w = tl.reshape(code, (raw.shape[0], BK))
-    else:
-        w = e4m3(raw, W[NATIVE]) if W[KIND] == FP8 else raw
-    if SCALED:
-        UNDER: tl.constexpr = W[FINE] if BK % W[FINE] == 0 else 1
-        g_G = k0 + tl.arange(0, BK // UNDER) * UNDER
-        at = fine_row(e, o_O, W)[:, None] + (g_G // W[FINE])[None, :]
-        ok = ok_O[:, None] & (g_G < K)[None, :]
-        s_OG = scale_at(fine + at, ok, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
-        if PER > 1:
-            s_OG *= 128.0
-        if PER > 1 and W[FINE_CODE] and W[INVERSE] % 2 == 0:
-            s_OG = s_OG.to(tl.float16)
+    if SHORT and PER == 8 and dtype == tl.bfloat16:
+        s_OG = bf16_factors(scales)
+        w = tl.reshape(e2m1_bf16_of_words(raw), (raw.shape[0], BK))
+    elif PER > 1:
+        w = tl.reshape(e2m1_of_words(raw) if PER == 8 else e2m1_of_bytes(raw), (raw.shape[0], BK))
+        if SCALED:
+            s_OG = factors(scales, W) * 128.0
+            if SHORT:
+                s_OG = s_OG.to(tl.float16)
+            else:
+                w = w.to(tl.float32)
         else:
+            w = w * 128.0
+    else:
+        w = e4m3(raw, W[NATIVE]).to(tl.float32) if W[KIND] == FP8 else raw
+        if SCALED:
+            s_OG = factors(scales, W)
             w = w.to(tl.float32)
+    if SCALED:
         if UNDER > 1:
             w = tl.reshape(tl.reshape(w, (w.shape[0], BK // UNDER, UNDER)) * s_OG[:, :, None], (w.shape[0], BK))
         else:
             w = w * s_OG
-    elif PER > 1:
-        w = w * 128.0
     return w.to(dtype)
 
 
@@ -285,20 +337,22 @@ def tile_product(x, x_row_T, x_ok_T, value, fine, e, o_O, ok_O, k_start, k_stop,
     """weight[e, o, k_start:k_stop] @ x[rows, k_start:k_stop].T -> [BO, BT] fp32, without the coarse scale.
 
     The weight is the left operand, so that what is dequantised in registers can stay there. Where a whole step of BK is
-    under one fine scale per row, the scale goes onto the step's product: fp8 codes then enter exactly.
+    under one fine scale per row, the scale goes onto the step's product: fp8 codes then enter exactly. Scales are read
+    a step ahead: they are too small to be copied to shared memory in the background, as the weights are.
     """
     K: tl.constexpr = W[COLUMNS]
     PER_STEP: tl.constexpr = W[FINE] > 0 and W[FINE] % BK == 0
     acc = tl.zeros((o_O.shape[0], x_row_T.shape[0]), tl.float32)
+    scales = fine_step(fine, e, o_O, ok_O, k_start, BK, W) if W[FINE] > 0 else 0
     for k0 in range(k_start, k_stop, BK):
         k_K = k0 + tl.arange(0, BK)
         mask = x_ok_T[None, :] if K % BK == 0 else x_ok_T[None, :] & (k_K < K)[:, None]
         x_KT = tl.load(x + x_row_T[None, :] + k_K[:, None], mask=mask, other=0)
-        w_OK = weight_tile(value, fine, e, o_O, ok_O, k0, BK, W[FINE] > 0 and not PER_STEP, x_KT.dtype, W)
+        w_OK = weight_tile(value, scales, e, o_O, ok_O, k0, BK, W[FINE] > 0 and not PER_STEP, x_KT.dtype, W)
         if PER_STEP:
-            at = fine_row(e, o_O, W) + k0 // W[FINE]
-            s_O = scale_at(fine + at, ok_O, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
-            acc += tl.dot(w_OK, x_KT, input_precision="ieee") * s_O[:, None]
+            acc += tl.dot(w_OK, x_KT, input_precision="ieee") * factors(scales, W)[:, None]
         else:
             acc = tl.dot(w_OK, x_KT, acc, input_precision="ieee")
+        if W[FINE] > 0:
+            scales = fine_step(fine, e, o_O, ok_O, k0 + BK, BK, W)
     return acc * 128.0 if W[KIND] >= FP4 else acc

@@ -10,20 +10,7 @@ Legend: T tokens, K columns, O rows of a program.
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.tiles import (
-    COLUMNS,
-    FINE,
-    FINE_CODE,
-    FP4,
-    INVERSE,
-    KIND,
-    NATIVE,
-    ROWS,
-    coarse_scale,
-    fine_row,
-    scale_at,
-    weight_tile,
-)
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale, tile_product
 from shardwise.kernels.linears.stream import convolved
 from shardwise.kernels.overlap import after_previous
 
@@ -34,24 +21,9 @@ def _tile_part(
     BO: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = W[COLUMNS]
-    PER_STEP: tl.constexpr = W[FINE] > 0 and W[FINE] % BK == 0
     o_O, t_T = program * BO + tl.arange(0, BO), tl.program_id(1) * BT + tl.arange(0, BT)
     ok_O, ok_T, e = o_O < W[ROWS], t_T < tokens, program * 0
-    acc_OT = tl.zeros((BO, BT), tl.float32)
-    for k0 in range(0, K, BK):
-        k_K = k0 + tl.arange(0, BK)
-        mask = ok_T[None, :] & (k_K < K)[:, None]
-        at = (t_T * K)[None, :] + k_K[:, None]
-        x_KT = tl.load(x + at, mask=mask, other=0)
-        w_OK = weight_tile(value, fine, e, o_O, ok_O, k0, BK, W[FINE] > 0 and not PER_STEP, x_KT.dtype, W)
-        if PER_STEP:
-            scale_at_O = fine + fine_row(e, o_O, W) + k0 // W[FINE]
-            s_O = scale_at(scale_at_O, ok_O, W[FINE_CODE], W[INVERSE] % 2 == 1, W[NATIVE])
-            acc_OT += tl.dot(w_OK, x_KT, input_precision="ieee") * s_O[:, None]
-        else:
-            acc_OT = tl.dot(w_OK, x_KT, acc_OT, input_precision="ieee")
-    if W[KIND] >= FP4:
-        acc_OT *= 128.0
+    acc_OT = tile_product(x, t_T * K, ok_T, value, fine, e, o_O, ok_O, 0, K, BK, W)
     y_OT = acc_OT * coarse_scale(coarse, e, o_O, ok_O, W)[:, None]
     if TAPS > 0:
         rounded_TO = tl.trans(y_OT.to(out.dtype.element_ty).to(tl.float32))
