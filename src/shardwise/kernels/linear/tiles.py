@@ -44,11 +44,12 @@ class Target:
     """What the choice of a kernel's configuration goes by.
 
     native_fp8: whether the device has e4m3 in hardware (compute capability 8.9 and up); shared_kib: the most shared
-    memory that one program can have.
+    memory that one program can have; name: of the GPU, for what was measured on its kind (see tuning.py).
     """
 
     native_fp8: bool
     shared_kib: int
+    name: str = ""
 
 
 def target_of(device: torch.device) -> Target:
@@ -59,7 +60,7 @@ def target_of(device: torch.device) -> Target:
     if torch.version.hip:
         return Target(native_fp8=found.gcnArchName.startswith("gfx12"), shared_kib=64)
     shared_bytes = getattr(found, "shared_memory_per_block_optin", 99 * 1024)
-    return Target(native_fp8=(found.major, found.minor) >= (8, 9), shared_kib=shared_bytes // 1024)
+    return Target((found.major, found.minor) >= (8, 9), shared_bytes // 1024, found.name)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.nn.functional import linear as torch_linear
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear import w8a8
 from shardwise.kernels.linear.geometry import linears, per_card
@@ -28,7 +29,7 @@ from shardwise.kernels.linear.tiles import (
     tile_product,
 )
 
-STREAM_TOKENS = 4  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
+STREAM_TOKENS = 2  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
 
 
 @triton.jit
@@ -102,8 +103,14 @@ def power_of_two(n: int) -> int:
     return triton.next_power_of_2(max(n, 1))
 
 
-def stream_config(of: Operand, tokens: int) -> Stream:
-    """Rows so that each of 128 threads has some 8 loads of 16 bytes under way, and the card is full of programs."""
+def stream_config(of: Operand, tokens: int, gpu: str = "") -> Stream:
+    """Rows so that each of 128 threads has some 8 loads of 16 bytes under way, and the card is full of programs.
+
+    gpu: its name, for a choice that was measured.
+    """
+    found = tuning.choice(gpu, "stream", [of.layout], tokens)
+    if found:
+        return Stream(*found)
     chunks = max(of.layout[3] // of.chunk, 1)
     C = min(power_of_two(chunks), 256)
     R = max(1, 1024 // C // power_of_two(tokens))
@@ -161,11 +168,16 @@ def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled
 
 
 def linear(
-    x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None, target: Target | None = None
+    x_TI: torch.Tensor,
+    weight: Weight,
+    out_dtype: torch.dtype | None = None,
+    target: Target | None = None,
+    streamed: bool | None = None,
 ) -> torch.Tensor:
     """x_TI @ weight_OI.T -> y_TO in `out_dtype` (x's, if None), accumulated in fp32; x may have more leading axes.
 
-    target: the device's, if None. Raises TypeError for formats that only the reference has.
+    target: the device's, if None; streamed: by which kind of kernel, if it is known which is faster. Raises TypeError
+    for formats that only the reference has.
     """
     out_dtype = out_dtype or x_TI.dtype
     target = target or target_of(x_TI.device)
@@ -177,9 +189,9 @@ def linear(
     if x_TK.stride(-1) != 1:
         x_TK = x_TK.contiguous()
     of = operand(weight, target.native_fp8)
-    if tokens <= STREAM_TOKENS:
+    if tokens <= STREAM_TOKENS if streamed is None else streamed:
         out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
-        stream(x_TK, of, out_TO, stream_config(of, tokens))
+        stream(x_TK, of, out_TO, stream_config(of, tokens, target.name))
         return out_TO.view(shape)
     if of.kind == 0:
         return _library(x_TK, weight.plain, out_dtype).view(shape)

@@ -8,12 +8,13 @@ Legend: T tokens, H hidden (columns of the weights), O out.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.geometry import Case, case
@@ -26,8 +27,20 @@ from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
 
 PARTS = 3  # weights of one launch at most
+STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any other: single products
+FEW_ROWS_TILE = 16  # rows of a program for a weight of less than 1024
 TILE_TOKENS = 16  # beyond, the products are large enough to be launched one by one
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
+
+
+class Tile(NamedTuple):
+    """A configuration of the kernel for some tokens: BO rows, BT tokens, BK columns a step."""
+
+    BO: int
+    BT: int
+    BK: int
+    warps: int
+    stages: int
 
 
 def norm_linears(
@@ -72,12 +85,13 @@ def linears(
     if _joinable(weights, conv, tokens):
         if tokens == 1 and pdl:
             return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
-        alike = all(weight.tensors[0].dtype in (x_TH.dtype, torch.uint8, torch.float8_e4m3fn) for weight in weights)
-        several = len(weights) > 1 and 1 < tokens <= TILE_TOKENS
-        few_rows = len(weights) == 1 and weights[0].shape[0] <= FEW_ROWS and 4 < tokens <= FEW_ROWS_TOKENS
-        if alike and (several or few_rows):
-            return _tile(x_TH.contiguous(), weights, dtypes, conv, target, pdl)
-    outputs = [linear(x_TH, weight, dtype, target) for weight, dtype in zip(weights, dtypes, strict=True)]
+        found = _choice(x_TH, weights, target)
+        if found is not None:
+            return _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
+    outputs = [
+        linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target))
+        for weight, dtype in zip(weights, dtypes, strict=True)
+    ]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs
@@ -87,6 +101,31 @@ def _joinable(weights: Sequence[Weight], conv: Conv | None, tokens: int) -> bool
     """Whether one launch can do it: every weight has rows, and the convolution is of one token a sequence."""
     steps = conv is None or conv.seqs.decodes == conv.seqs.count == tokens
     return steps and 0 < len(weights) <= PARTS and all(weight.shape[0] and weight.shape[1] for weight in weights)
+
+
+def _choice(x_TH: torch.Tensor, weights: Sequence[Weight], target: Target) -> Tile | None:
+    """How the kernel for some tokens is to do it, or None where single products are faster."""
+    tokens, wide = x_TH.shape[0], x_TH.element_size() > 2
+    if tokens == 1 or not all(
+        weight.tensors[0].dtype in (x_TH.dtype, torch.uint8, torch.float8_e4m3fn) for weight in weights
+    ):
+        return None
+    operands = [operand(weight, target.native_fp8) for weight in weights]
+    found = None if wide else tuning.choice(target.name, "linears", [of.layout for of in operands], tokens)
+    if found:
+        return Tile(*found[1:]) if found[0] == BY_TILES else None
+    several = len(weights) > 1 and tokens <= TILE_TOKENS
+    few_rows = len(weights) == 1 and weights[0].shape[0] <= FEW_ROWS and 4 < tokens <= FEW_ROWS_TOKENS
+    return tile_config(operands, target, wide) if several or few_rows else None
+
+
+def _streamed(x_TH: torch.Tensor, weight: Weight, target: Target) -> bool | None:
+    """Whether the weight is to be streamed, if that was measured."""
+    if not target.name or x_TH.element_size() > 2 or not all(weight.shape):
+        return None
+    layout = operand(weight, target.native_fp8).layout
+    found = tuning.choice(target.name, "linears", [layout], x_TH.shape[0]) if x_TH.shape[0] > 1 else None
+    return None if found is None else found[0] == STREAMED
 
 
 def _stream(
@@ -102,11 +141,13 @@ def _stream(
     operands = [operand(weight, target.native_fp8) for weight in weights]
     outputs, tensors, convolution = _arguments(x_TH, operands, dtypes, conv)
     added_TH, norm_H, total_TH, eps = normed or (x_TH, x_TH, x_TH, 0.0)
-    constexprs = stream_constants(operands, normed is not None, conv.weight_CW.shape[1] if conv else 0)
+    constexprs, warps = stream_constants(
+        operands, normed is not None, conv.weight_CW.shape[1] if conv else 0, target.name
+    )
     programs = sum(triton.cdiv(of.layout[2], constexprs[f"R{n}"]) for n, of in enumerate(operands))
     norm_linears_kernel[(programs + int(normed is not None),)](
         x_TH, added_TH, norm_H, total_TH, 1, eps, *convolution, *tensors, **constexprs, **launch(pdl),
-        num_warps=4,
+        num_warps=warps,
     )  # fmt: skip
     return outputs
 
@@ -117,16 +158,17 @@ def _tile(
     dtypes: Sequence[torch.dtype],
     conv: Conv | None,
     target: Target,
+    config: Tile,
     pdl: bool,
 ) -> list[torch.Tensor]:
     """Some tokens, all in one launch."""
     operands = [operand(weight, target.native_fp8) for weight in weights]
     outputs, tensors, convolution = _arguments(x_TH, operands, dtypes, conv)
-    wide = x_TH.element_size() > 2
-    constexprs, stages = tile_constants(operands, conv.weight_CW.shape[1] if conv else 0, target, wide)
+    constexprs = tile_constants(operands, conv.weight_CW.shape[1] if conv else 0, config)
     programs = sum(triton.cdiv(of.layout[2], constexprs[f"R{n}"]) for n, of in enumerate(operands))
     tile_linears_kernel[(programs, triton.cdiv(x_TH.shape[0], constexprs["T"]))](
-        x_TH, x_TH.shape[0], *convolution, *tensors, **constexprs, **launch(pdl), num_warps=4, num_stages=stages,
+        x_TH, x_TH.shape[0], *convolution, *tensors, **constexprs, **launch(pdl), num_warps=config.warps,
+        num_stages=config.stages,
     )  # fmt: skip
     return outputs
 
@@ -144,39 +186,42 @@ def _arguments(
     return outputs, tensors, (conv.weight_CW, conv.state_RCW1, conv.seqs.context_S, conv.seqs.state_rows_S)
 
 
-def stream_constants(operands: Sequence[Operand], normed: bool, taps: int) -> dict[str, Any]:
-    """What the streaming kernel is compiled for."""
+def stream_constants(operands: Sequence[Operand], normed: bool, taps: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+    """What the streaming kernel is compiled for, and its warps."""
     found: dict[str, Any] = {"NORM": normed, "ADD": normed, "TAPS": taps, "WINDOW": power_of_two(taps), "T": 1}
+    configs = [normed_config(of, 1, gpu) if normed else stream_config(of, 1, gpu) for of in operands]
     for n in range(PARTS):
-        of = operands[min(n, len(operands) - 1)]
-        chosen = normed_config(of, 1) if normed else stream_config(of, 1)
+        of, chosen = operands[min(n, len(operands) - 1)], configs[min(n, len(operands) - 1)]
         rows = chosen.R if n < len(operands) else 0
         found |= {f"W{n}": of.layout, f"R{n}": rows, f"C{n}": chosen.C, f"V{n}": of.chunk}
-    return found | {"BLOCK": min(power_of_two(operands[0].layout[3]), 2048)}
+    return found | {"BLOCK": min(power_of_two(operands[0].layout[3]), 2048)}, configs[0].warps
 
 
-def tile_constants(operands: Sequence[Operand], taps: int, target: Target, wide: bool) -> tuple[dict[str, Any], int]:
-    """What the kernel for some tokens is compiled for, and its stages. wide: activations have 4 bytes."""
-    found: dict[str, Any] = {"TAPS": taps, "WINDOW": power_of_two(taps), "T": 16}
+def tile_constants(operands: Sequence[Operand], taps: int, config: Tile) -> dict[str, Any]:
+    """What the kernel for some tokens is compiled for."""
+    found: dict[str, Any] = {"TAPS": taps, "WINDOW": power_of_two(taps), "T": config.BT}
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
-        R, C = tile_config(of, target, wide)
-        found |= {f"W{n}": of.layout, f"R{n}": R if n < len(operands) else 0, f"C{n}": C}
-    return found, 2 if wide else 4 if target.shared_kib > 128 else 3
+        rows = config.BO if of.layout[2] >= 1024 else min(config.BO, FEW_ROWS_TILE)
+        step = max(16, step_of(of, min(power_of_two(of.layout[3]), config.BK)))
+        found |= {f"W{n}": of.layout, f"R{n}": rows if n < len(operands) else 0, f"C{n}": step}
+    return found
 
 
-def normed_config(of: Operand, tokens: int) -> Stream:
+def normed_config(of: Operand, tokens: int, gpu: str = "") -> Stream:
     """As stream_config, but never of few rows: the input and the norm are five times a row, though in the cache."""
+    found = tuning.choice(gpu, "normed", [of.layout], tokens)
+    if found:
+        return Stream(*found)
     chosen = stream_config(of, tokens)
     return Stream(4, min(chosen.C, 128), 4) if of.layout[2] >= 1024 else Stream(2, min(chosen.C, 128), 4)
 
 
-def tile_config(of: Operand, target: Target, wide: bool) -> tuple[int, int]:
+def tile_config(operands: Sequence[Operand], target: Target, wide: bool) -> Tile:
     """Rows, and columns a step: four steps of some 16 KiB of codes where the shared memory is large."""
     roomy = target.shared_kib > 128
-    rows = 32 if of.layout[2] >= 8192 else 16
-    most = min(power_of_two(of.layout[3]), 32 if wide else 256 if roomy else 128)
-    return rows, max(16, step_of(of, most))
+    rows = 32 if operands[0].layout[2] >= 8192 else 16
+    return Tile(rows, 16, 32 if wide else 256 if roomy else 128, 4, 2 if wide else 4 if roomy else 3)
 
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
@@ -185,17 +230,17 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     for kind in ("bf16", "fp8_block", "nvfp4"):
         delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for cases, taps in ((delta, 4), ((case(9216, 2048, kind, native_fp8),), 0)):
-            constexprs = stream_constants([each.of for each in cases], True, taps) | {"PDL": False}
-            yield _case(norm_linears_kernel, cases, constexprs, 1, 0)
+            constexprs, warps = stream_constants([each.of for each in cases], True, taps)
+            yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), 0)
         for kib in (64, 99, 227):
             for cases, taps in ((delta, 4), ((router,), 0)):
-                target = Target(native_fp8, kib)
-                constexprs, stages = tile_constants([each.of for each in cases], taps, target, False)
-                yield _case(tile_linears_kernel, cases, constexprs | {"PDL": kib > 128}, stages, kib * 1024)
+                config = tile_config([each.of for each in cases], Target(native_fp8, kib), False)
+                constexprs = tile_constants([each.of for each in cases], taps, config) | {"PDL": kib > 128}
+                yield _case(tile_linears_kernel, cases, constexprs, config[-2:], kib * 1024)
 
 
 def _case(
-    kernel: Any, cases: Sequence[Case], constexprs: dict[str, Any], stages: int, shared_bytes: int
+    kernel: Any, cases: Sequence[Case], constexprs: dict[str, Any], options: tuple[int, int], shared_bytes: int
 ) -> CompileCase:
     wide = "*fp32" if kernel is norm_linears_kernel else "*bf16"
     types = dict.fromkeys(("x", "added", "total"), wide) | {"norm": "*bf16"}
@@ -204,4 +249,4 @@ def _case(
         found = cases[n] if n < len(cases) else cases[0]
         types |= {f"{name}{n}": kind for name, kind in found.types.items()}
         types |= {f"out{n}": "*fp32" if n == 2 else "*bf16"}
-    return CompileCase(kernel, signature(kernel, constexprs, types), constexprs, 4, stages, shared_bytes)
+    return CompileCase(kernel, signature(kernel, constexprs, types), constexprs, *options, shared_bytes)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
@@ -137,11 +138,17 @@ class Grouped:
     stages: int
 
 
-def grouped_config(bank: Operand, BT: int, target: Target, x_bytes: int) -> Grouped:
-    """Tall tiles where experts have many tokens, more and smaller ones where they have few."""
+def grouped_config(bank: Operand, BT: int, target: Target, x_bytes: int, tokens: int = 0) -> Grouped:
+    """Tall tiles where experts have many tokens, more and smaller ones where they have few.
+
+    tokens: of the whole step, for a choice that was measured; 0: the rule.
+    """
     roomy = target.shared_kib > 128
     if x_bytes > 2:
         return Grouped(32, BT, step_of(bank, 32), 4, 2)
+    found = tuning.choice(target.name, "grouped", [bank.layout], tokens) if tokens and BT == 16 else None
+    if found:
+        return Grouped(found[0], BT, step_of(bank, found[1]), found[2], found[3])
     if BT >= 64:
         return Grouped(128, BT, step_of(bank, 64), 8 if BT > 64 else 4, 3 if roomy else 2)
     return Grouped(64, BT, step_of(bank, 128 if roomy else 64), 4, 3 if roomy else 2)
@@ -188,14 +195,14 @@ def moe(
     BT, BE = tokens_tile(pairs / experts, x_bytes), power_of_two(experts)
     tiles = min(pairs, experts + pairs // BT)
     act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
-    config = grouped_config(up_bank, BT, target, x_bytes)
+    config = grouped_config(up_bank, BT, target, x_bytes, tokens)
     BI = config.BO // 2
     grouped_gate_up_kernel[(tiles * triton.cdiv(width, BI),)](
         x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, order_M, starts_E1, experts, top_k, up_bank.layout, BE, BI,
         BT, config.BK, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     y_MH = torch.empty((pairs, hidden), dtype=x_TH.dtype, device=device)
-    config = grouped_config(down_bank, BT, target, x_bytes)
+    config = grouped_config(down_bank, BT, target, x_bytes, tokens)
     grouped_down_kernel[(tiles * triton.cdiv(hidden, config.BO),)](
         act_MI, *down_bank.tensors(), y_MH, order_M, starts_E1, experts, down_bank.layout, BE, config.BO, BT,
         config.BK, num_warps=config.warps, num_stages=config.stages,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, chunk_sums, coarse_scale
@@ -71,14 +72,20 @@ def down_kernel(
     tl.store(out + row * W[ROWS] + o_1R, y_1R, mask=o_1R < W[ROWS])
 
 
-def gate_up_config(bank: Operand) -> Stream:
+def gate_up_config(bank: Operand, gpu: str = "") -> Stream:
     """Pairs of rows so that each thread has some 8 loads of 16 bytes under way."""
+    found = tuning.choice(gpu, "gate_up", [bank.layout], 1)
+    if found:
+        return Stream(*found)
     C = min(power_of_two(bank.layout[3] // bank.chunk), 256)
     return Stream(max(1, min(512 // C, 4)), C, 4)
 
 
-def down_config(bank: Operand, top_k: int) -> Stream:
+def down_config(bank: Operand, top_k: int, gpu: str = "") -> Stream:
     """The experts of a token count as rows."""
+    found = tuning.choice(gpu, "down", [bank.layout], 1)
+    if found:
+        return Stream(*found)
     C = min(power_of_two(bank.layout[3] // bank.chunk), 128)
     return Stream(max(1, min(2048 // C // power_of_two(top_k), 8)), C, 4)
 

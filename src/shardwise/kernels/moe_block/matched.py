@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
@@ -149,6 +150,9 @@ def matched_config(bank: Operand, tokens: int, target: Target, x_bytes: int) -> 
     """Tiles of some 16 KiB of codes in flight, so that several programs share a processor."""
     if x_bytes > 2:
         return Matched(32, step_of(bank, 32), 4, 2)
+    found = tuning.choice(target.name, "matched", [bank.layout], tokens)
+    if found:
+        return Matched(*found)
     roomy = target.shared_kib > 128
     return Matched(64, step_of(bank, 128 if roomy else 64), 4, 3 if roomy else 2)
 

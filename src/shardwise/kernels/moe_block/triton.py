@@ -14,7 +14,7 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import Stream, power_of_two
+from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import moe, route, silu_mul
@@ -61,22 +61,23 @@ def norm_route(
     logits_TE1 = torch.empty((tokens, of.layout[2]), dtype=torch.float32, device=device)
     weights_Tk = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     ids_Tk = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    constexprs = _route_constants(of, top_k)
+    constexprs, warps = _route_constants(of, top_k, target.name)
     norm_route_kernel[(triton.cdiv(of.layout[2], constexprs["R"]) + tokens,)](
         residual_TH, added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
-        weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=4,
+        weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=warps,
         **launch(pdl),
     )  # fmt: skip
     return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
 
 
-def _route_constants(of: Operand, top_k: int) -> dict[str, Any]:
-    chosen = normed_config(of, 1)
+def _route_constants(of: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+    """What the kernel is compiled for, and its warps."""
+    chosen = normed_config(of, 1, gpu)
     return {
         "W": of.layout, "T": 1, "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": True,
         "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
         "BLOCK": power_of_two(of.layout[3]),
-    }  # fmt: skip
+    }, chosen.warps  # fmt: skip
 
 
 def moe_shared(
@@ -101,7 +102,7 @@ def moe_shared(
         x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
         choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1)
         if tokens <= STREAM_TOKENS:
-            return _stream(x_TH, *banks_of, *choice, pdl)
+            return _stream(x_TH, *banks_of, *choice, target.name, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
         return matched.moe(x_TH, *banks_of, *choice, (configs[0], configs[1]), pdl)
     routed_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target)
@@ -125,6 +126,7 @@ def _stream(
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
     gate_T1: torch.Tensor,
+    gpu: str,
     pdl: bool,
 ) -> torch.Tensor:
     """Two launches: gates and ups of all experts, then their weighted sum."""
@@ -132,38 +134,38 @@ def _stream(
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
-    constexprs = _up_constants(up, shared_up, top_k)
+    constexprs, warps = _up_constants(up, shared_up, top_k, gpu)
     tiles = max(
         triton.cdiv(up.layout[2] // 2, constexprs["R"]), triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
     )
     gate_up_kernel[(tokens * (top_k + 1), tiles)](
         x_TH, act_MI, shared_act_TI, ids_Tk, *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
-        num_warps=4, **launch(pdl),
+        num_warps=warps, **launch(pdl),
     )  # fmt: skip
-    constexprs = _down_constants(down, shared_down, top_k)
+    constexprs, warps = _down_constants(down, shared_down, top_k, gpu)
     down_kernel[(tokens, triton.cdiv(hidden, constexprs["R"]))](
         act_MI, shared_act_TI, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH,
-        *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=4,
+        *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=warps,
         **launch(pdl),
     )  # fmt: skip
     return out_TH
 
 
-def _up_constants(up: Operand, shared: Operand, top_k: int) -> dict[str, Any]:
-    chosen, other = gate_up_config(up), gate_up_config(shared)
+def _up_constants(up: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+    chosen, other = gate_up_config(up, gpu), gate_up_config(shared)
     return {
         "TOP_K": top_k, "W": up.layout, "R": chosen.R, "C": chosen.C, "V": up.chunk, "WS": shared.layout,
         "RS": other.R, "CS": other.C, "VS": shared.chunk,
-    }  # fmt: skip
+    }, chosen.warps  # fmt: skip
 
 
-def _down_constants(down: Operand, shared: Operand, top_k: int) -> dict[str, Any]:
-    chosen: Stream = down_config(down, top_k)
+def _down_constants(down: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+    chosen = down_config(down, top_k, gpu)
     chunks = min(power_of_two(shared.layout[3] // shared.chunk), 128)
     return {
         "TOP_K": top_k, "BK": power_of_two(top_k), "W": down.layout, "R": chosen.R, "C": chosen.C, "V": down.chunk,
         "WS": shared.layout, "CS": chunks, "VS": shared.chunk,
-    }  # fmt: skip
+    }, chosen.warps  # fmt: skip
 
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
@@ -171,21 +173,24 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     types = dict.fromkeys(("x", "added", "total", "logits", "weights", "gate", "out", "routed", "shared"), "*fp32")
     types |= {"ids": "*i32", "arrivals": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
     router = case(257, 2048, "bf16", native_fp8)
-    constexprs = _route_constants(router.of, 8) | {"PDL": False}
+    constexprs, warps = _route_constants(router.of, 8)
+    constexprs |= {"PDL": False}
     signed = signature(norm_route_kernel, constexprs, types | router.types)
-    yield CompileCase(norm_route_kernel, signed, constexprs, 4, 1)
+    yield CompileCase(norm_route_kernel, signed, constexprs, warps, 1)
     types |= {"x": "*bf16", "act": "*bf16", "shared_act": "*bf16"}
     plain = case(1024, 2048, "bf16", native_fp8), case(2048, 512, "bf16", native_fp8)
     for up, down in banks(native_fp8):
         for shared_up, shared_down in ((up, down), plain):
             own = {f"shared_{name}": kind for name, kind in shared_up.types.items()}
-            constexprs = _up_constants(up.of, shared_up.of, 8) | {"PDL": False}
+            constexprs, warps = _up_constants(up.of, shared_up.of, 8)
+            constexprs |= {"PDL": False}
             signed = signature(gate_up_kernel, constexprs, types | up.types | own)
-            yield CompileCase(gate_up_kernel, signed, constexprs, 4, 1)
+            yield CompileCase(gate_up_kernel, signed, constexprs, warps, 1)
             own = {f"shared_{name}": kind for name, kind in shared_down.types.items()}
-            constexprs = _down_constants(down.of, shared_down.of, 8) | {"PDL": False}
+            constexprs, warps = _down_constants(down.of, shared_down.of, 8)
+            constexprs |= {"PDL": False}
             signed = signature(down_kernel, constexprs, types | down.types | own)
-            yield CompileCase(down_kernel, signed, constexprs, 4, 1)
+            yield CompileCase(down_kernel, signed, constexprs, warps, 1)
     yield from matched.compile_cases(native_fp8)
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)
