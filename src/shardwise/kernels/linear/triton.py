@@ -128,6 +128,9 @@ def step_of(of: Operand, most: int) -> int:
 def tiled_config(of: Operand, tokens: int, target: Target, x_bytes: int = 2) -> Tiled:
     """Few tokens: small tiles, many programs, K split. Many: tiles as large as the shared memory allows."""
     roomy = target.shared_kib > 128
+    found = tuning.choice(target.name, "tiled", [of.layout], tokens) if x_bytes == 2 else None
+    if found:
+        return Tiled(found[0], found[1], step_of(of, found[2]), *found[3:])
     if x_bytes > 2:
         BO, BT, BK, warps = 32, 16 if tokens <= 16 else 32, step_of(of, 32), 4
     elif tokens <= 16:

@@ -150,7 +150,7 @@ def matched_config(bank: Operand, tokens: int, target: Target, x_bytes: int) -> 
     """Tiles of some 16 KiB of codes in flight, so that several programs share a processor."""
     if x_bytes > 2:
         return Matched(32, step_of(bank, 32), 4, 2)
-    found = tuning.choice(target.name, "matched", [bank.layout], tokens)
+    found = tuning.choice(target.name, "matched", [bank.layout], min(tokens, 16))
     if found:
         return Matched(*found)
     roomy = target.shared_kib > 128

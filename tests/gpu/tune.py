@@ -1,0 +1,256 @@
+"""Measures configurations of kernels on this GPU, and writes the best to src/shardwise/kernels/tuned/NAME.json.
+
+    python -m tests.gpu.tune [--formats bf16,fp8_block,nvfp4] [--seconds 150]
+
+First as many processes as there are cores run every candidate once, which compiles it; then one measures them, by
+turns of the parts of an operation: the best of the first is kept while the second is tried. What is not 2 % faster
+than the kernels' own rule is left to the rule. Shapes are of 35B-A3B, on one GPU. Prints a line for each operation:
+microseconds by the rule and by the choice, share of 4.3 TB/s, relative error to the reference. Also writes
+$OUT/tune.json. Ends after the given seconds with what it has.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels import tuning
+from shardwise.kernels.linears import reference as linears_reference
+from shardwise.kernels.linears import triton as linears
+from shardwise.shard import local
+from tests.gpu import bench_ops
+from tests.gpu.bench_ops import BYTES_PER_SECOND, Bench, copies_of, microseconds, random, relative
+from tests.kernels.weights import DTYPES, make_weight, spec_of
+
+Choice = tuple[int, ...]
+TOKENS = (1, 4, 16, 64, 128)
+GAIN = 0.98
+BLOCKS: list[Choice] = [  # BO, BK, warps, stages of experts
+    (64, 128, 4, 4), (32, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 8, 3),
+]  # fmt: skip
+TILES: list[Choice] = [  # BO, BK, warps, stages of linears
+    (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (16, 512, 4, 3), (32, 128, 4, 6),
+]  # fmt: skip
+SPLIT: list[Choice] = [  # BO, BK, warps, stages, splits of a product by itself
+    (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1), (64, 64, 4, 4, 2),
+    (32, 128, 4, 4, 1),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is chosen together: a name of tuning.choice for weights [rows, columns], and the candidates."""
+
+    what: str
+    weights: tuple[tuple[str, int, int], ...]
+    candidates: list[Choice]
+    joint: bool = False  # one key for all weights, not one for each
+
+    def keys(self, tokens: int) -> list[str]:
+        shapes = [f"{kind}:{rows}x{columns}" for kind, rows, columns in self.weights]
+        names = [" ".join(shapes)] if self.joint else shapes
+        return [f"{self.what} {name} {tokens}" for name in names]
+
+
+def kind_of(form: str) -> str:
+    return {"bf16": "bf16", "nvfp4": "fp4"}.get(form, "fp8")
+
+
+def streams(columns: int, form: str, rows: Sequence[int]) -> list[Choice]:
+    """Rows, chunks and warps of streaming kernels: all chunks in one block, or half of them."""
+    chunks = columns // (8 if form == "bf16" else 16)
+    sizes = sorted({max(min(chunks, 256) // parts, 16) for parts in (1, 2)})
+    found = [(R, C, warps) for R in rows for C in sizes for warps in (4, 8) if 64 <= R * C <= 4096]
+    return [(R, C, warps) for R, C, warps in found if warps == 4 or R * C >= 2048]
+
+
+def parts_of(op: str, form: str, tokens: int) -> list[Part]:
+    """What there is to choose for an operation of bench_ops or of this file."""
+    kind = kind_of(form)
+    shapes = {
+        "delta in": ((kind, 8192, 2048), (kind, 4096, 2048)), "attn in": ((kind, 9216, 2048),),
+        "out": ((kind, 2048, 4096),), "head": (("bf16", 248320, 2048),), "shared up": ((kind, 1024, 2048),),
+        "shared down": ((kind, 2048, 512),), "route": (("bf16", 257, 2048),),
+        "moe": ((kind, 1024, 2048), (kind, 2048, 512)),
+    }[op]  # fmt: skip
+    if op == "moe" and tokens == 1:
+        rows_up, rows_down = (1, 2, 4, 8), (1, 2, 4, 8)
+        return [
+            Part("gate_up", shapes[:1], streams(2048, form, rows_up)),
+            Part("down", shapes[1:], [(R, 512 // (8 if form == "bf16" else 16), w) for R in rows_down for w in (4, 8)]),
+        ]
+    if op == "moe":
+        return [Part("matched" if tokens <= 32 else "grouped", (shape,), BLOCKS) for shape in shapes]
+    if tokens == 1:
+        what = "normed" if op in ("delta in", "attn in", "route") else "stream"
+        rows = (1, 2, 4) if op == "route" else (1, 2, 4, 8) if op in ("out", "head") else (4, 8, 16)
+        return [Part(what, shapes, streams(shapes[0][2], form, rows))]
+    width = 16 if tokens <= 16 else 64
+    tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in TILES]
+    joint = shapes if op != "delta in" else (*shapes, ("bf16", 64, 2048))
+    found = [Part("linears", joint, [*([(linears.STREAMED,)] if tokens <= 4 else []), (2,), *tiles], joint=True)]
+    if form != "bf16" and op not in ("route", "head") and tokens >= 16:
+        found.insert(0, Part("tiled", shapes, [(BO, width, *rest) for BO, *rest in SPLIT]))
+    return found
+
+
+def plain_benches(form: str, tokens: int) -> Iterator[Bench]:
+    """Linears that bench_ops lacks: the head, and the shared expert where it is not part of the experts' kernels."""
+    for name, rows, columns in (("head", 248320, 2048), ("shared up", 1024, 2048), ("shared down", 2048, 512)):
+        if (name == "head") != (form == "bf16" and name == "head") or (name != "head" and tokens < 64):
+            continue
+        first = make_weight((rows, columns), form, 1, "cuda")
+        copies = copies_of(first.nbytes)
+        sets = [first, *(make_weight((rows, columns), form, n, "cuda") for n in range(2, copies + 1))]
+        x, dtype = random(tokens, columns), None if name == "shared up" else torch.float32
+
+        def fused(i: int, module=linears, sets=sets, x=x, dtype=dtype):
+            return module.linears(x, [sets[i]], [dtype])
+
+        yield Bench(name, fused, fused, lambda i, fused=fused: fused(i, linears_reference), first.nbytes, copies)
+
+
+def benches(form: str, tokens: int) -> Iterator[Bench]:
+    yield from bench_ops.bench_moe(form, tokens, False)
+    yield from bench_ops.bench_linears(form, tokens, False)
+    yield from plain_benches(form, tokens)
+    if form == "bf16":
+        yield from bench_ops.bench_route(form, tokens, False)
+
+
+def chosen(overrides: Mapping[str, Choice]):
+    """A context in which kernels take `overrides` and nothing of a file."""
+
+    def choice(_: str, what: str, layouts: Sequence[tuple[int, ...]], tokens: int) -> Choice | None:
+        return overrides.get(tuning.key(what, layouts, tokens))
+
+    return mock.patch.object(tuning, "choice", choice)
+
+
+def empty_weight(shape: Sequence[int], form: str, *_: object) -> Weight:
+    """A weight of any bytes."""
+    spec = spec_of(tuple(shape), form)
+    held = tuple(local(spec, {}, 0))
+    tensors = tuple(torch.empty(part.shape, dtype=DTYPES[part.stored.dtype], device="cuda") for part in held)
+    return Weight(spec, tuple(shape), held, tensors)
+
+
+def compile_all(jobs: Sequence[tuple[str, int]], worker: int, workers: int) -> None:
+    """Runs every `workers`-th candidate once, on weights of any bytes. Errors wait for the measurement."""
+    bench_ops.make_weight = globals()["make_weight"] = empty_weight
+    bench_ops.copies_of = globals()["copies_of"] = lambda _: 1
+    count = 0
+    for form, tokens in jobs:
+        for bench in benches(form, tokens):
+            for part in parts_of(bench.name, form, tokens):
+                for candidate in [None, *part.candidates]:
+                    count += 1
+                    if count % workers != worker:
+                        continue
+                    with chosen(dict.fromkeys(part.keys(tokens), candidate) if candidate else {}):
+                        try:
+                            bench.fused(0)
+                        except Exception as error:
+                            sys.stderr.write(f"{bench.name} {form} {tokens} {candidate}: {str(error)[:99]}\n")
+        torch.cuda.empty_cache()
+
+
+def timed(bench: Bench, overrides: Mapping[str, Choice]) -> float:
+    with chosen(overrides):
+        try:
+            return microseconds(bench.fused, bench.copies, 7)
+        except Exception:  # too much shared memory, most likely
+            torch.cuda.synchronize()
+            return float("inf")
+
+
+def tune(bench: Bench, form: str, tokens: int, best: dict[str, Choice]) -> dict[str, object]:
+    """Adds choices for one operation to `best`; a line of the table."""
+    rule_us = best_us = timed(bench, {})
+    found: dict[str, Choice] = {}
+    for part in parts_of(bench.name, form, tokens):
+        times = {each: timed(bench, found | dict.fromkeys(part.keys(tokens), each)) for each in part.candidates}
+        fastest = min(times, key=lambda each: times[each])
+        if times[fastest] < best_us * GAIN:
+            best_us = times[fastest]
+            found |= dict.fromkeys(part.keys(tokens), fastest)
+    error = 0.0
+    if tokens <= 16:
+        with chosen(found):
+            error = relative(bench.fused(0), bench.exact(0))
+        if not error < 2e-2:
+            found = {}
+    best |= found
+    share = bench.nbytes / BYTES_PER_SECOND / best_us * 1e6
+    return {"op": bench.name, "format": form, "tokens": tokens, "rule_us": rule_us, "best_us": best_us, "share": share,
+            "error": error, "found": {key: list(each) for key, each in found.items()}}  # fmt: skip
+
+
+def write(best: Mapping[str, Choice], lines: Sequence[dict[str, object]]) -> None:
+    """After every line: a kernel that fails for good takes the process with it."""
+    name = torch.cuda.get_device_name().replace(" ", "_")
+    text = json.dumps(best, indent=0, sort_keys=True)
+    Path(tuning.__file__).with_name("tuned").joinpath(f"{name}.json").write_text(text)
+    folder = Path(os.environ.get("OUT", "."))
+    (folder / f"{name}.json").write_text(text)
+    (folder / "tune.json").write_text(json.dumps(lines, indent=1))
+
+
+def measure(jobs: Sequence[tuple[str, int]], stop_s: float) -> dict[str, Choice]:
+    best: dict[str, Choice] = {}
+    lines = []
+    for form, tokens in jobs:
+        for bench in benches(form, tokens):
+            if time.monotonic() > stop_s:
+                sys.stdout.write("out of time\n")
+                return best
+            torch.manual_seed(0)
+            line = tune(bench, form, tokens, best)
+            lines.append(line)
+            write(best, lines)
+            wrong = "" if line["error"] < 2e-2 else "  WRONG"  # type: ignore[operator]
+            sys.stdout.write(
+                f"{bench.name:12}{form:10}{tokens:4} rule {line['rule_us']:8.2f} us, best {line['best_us']:8.2f} us "
+                f"{line['share']:6.1%} error {line['error']:.1e}{wrong} {line['found']}\n"
+            )
+            sys.stdout.flush()
+        torch.cuda.empty_cache()
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", default="bf16,fp8_block,nvfp4")
+    parser.add_argument("--seconds", type=float, default=150, help="of all")
+    parser.add_argument("--compile", default="", help="WORKER/WORKERS: compile that share of the candidates only")
+    args = parser.parse_args()
+    begin_s = time.monotonic()
+    jobs = [(form, tokens) for tokens in TOKENS for form in args.formats.split(",")]
+    if args.compile:
+        worker, workers = map(int, args.compile.split("/"))
+        compile_all(jobs, worker, workers)
+        return
+    command = [sys.executable, "-m", "tests.gpu.tune", "--formats", args.formats, "--compile"]
+    workers = min(os.cpu_count() or 1, 16)
+    started = [subprocess.Popen([*command, f"{n}/{workers}"]) for n in range(workers)]
+    for process in started:
+        try:
+            process.wait(max(1.0, begin_s + args.seconds * 0.6 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    sys.stdout.write(f"compiled in {time.monotonic() - begin_s:.0f} s\n")
+    best = measure(jobs, begin_s + args.seconds - 5)
+    sys.stdout.write(f"{len(best)} choices in {time.monotonic() - begin_s:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()
