@@ -194,7 +194,7 @@ def test_sequences_of_a_step_do_not_touch_each_other(impl, contexts, queries, dt
         part, state_VKD = slice(at, at + query), before_RVKD[row].clone() * (context > 0)
         want_TVD = reference.recurrent(q[part], k[part], v[part], g[part], beta[part], state_VKD)
         close(out_TVD[part].float(), want_TVD, tolerance)
-        close(state_RVKD[row], state_VKD)
+        close(state_RVKD[row], state_VKD, 1e-5 if dtype == torch.float32 else 1e-4)
         at += query
     others = slice(1, ROWS - len(queries))
     torch.testing.assert_close(state_RVKD[others], before_RVKD[others], atol=0, rtol=0)

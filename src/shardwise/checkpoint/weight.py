@@ -1,6 +1,7 @@
 """A rank's part of a logical weight: the stored tensors of its format, on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,13 +12,14 @@ from shardwise.shard import Local, ParamSpec
 class Weight:
     """tensors[i] is what the rank holds of spec.format[i]; held[i] tells its block per axis, which kernels go by.
 
-    shape: the local part of the logical weight, in elements: [.., out, in].
+    shape: the local part of the logical weight, in elements: [.., out, in]. views: what kernels made of it, kept.
     """
 
     spec: ParamSpec
     shape: tuple[int, ...]
     held: tuple[Local, ...]
     tensors: tuple[torch.Tensor, ...]
+    views: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def plain(self) -> torch.Tensor:

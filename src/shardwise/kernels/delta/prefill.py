@@ -40,20 +40,26 @@ def _parts(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _dot(x, y, PARTS: tl.constexpr):
+def _dot(x, y, PARTS: tl.constexpr, SHORT: tl.constexpr = False):
     """x @ y, exact to fp32, as products of bf16 parts: every target has fast units for those, not for fp32.
 
     An x in bf16 is exact as it is and needs three products; otherwise the six that count are summed, smallest first.
+    SHORT: two parts of each, 16 bits, which is 8 more than inputs in bf16 have; two products or three.
     PARTS is bfloat16, or float32 in the interpreter, which cannot multiply bf16.
     """
     y_high, y_middle, y_low = _parts(y.to(tl.float32), PARTS)
     if x.dtype == tl.bfloat16:
         exact = x.to(PARTS)
-        product = tl.dot(exact, y_high, tl.dot(exact, y_middle, tl.dot(exact, y_low)))
+        product = tl.dot(exact, y_middle) if SHORT else tl.dot(exact, y_middle, tl.dot(exact, y_low))
+        product = tl.dot(exact, y_high, product)
     else:
         high, middle, low = _parts(x.to(tl.float32), PARTS)
-        product = tl.dot(high, y_low, tl.dot(middle, y_middle, tl.dot(low, y_high)))
-        product = tl.dot(high, y_high, tl.dot(high, y_middle, tl.dot(middle, y_high, product)))
+        if SHORT:
+            product = tl.dot(middle, y_high)
+        else:
+            product = tl.dot(high, y_low, tl.dot(middle, y_middle, tl.dot(low, y_high)))
+            product = tl.dot(middle, y_high, product)
+        product = tl.dot(high, y_high, tl.dot(high, y_middle, product))
     return product
 
 
@@ -189,6 +195,7 @@ def scan_kernel(
     PARTS: tl.constexpr,
 ):
     """All blocks of one chunk in order, BD value columns of one head: the state stays in registers between them."""
+    SHORT: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + sequence).to(tl.int64)
     length = (tl.load(starts_ptr + sequence + 1) - start).to(tl.int32)
@@ -213,19 +220,19 @@ def scan_kernel(
         k = tl.load(k_ptr + (i[:, None] * k_stride + wide[None, :]), mask=wide_mask, other=0.0)
         v = tl.load(v_ptr + (i[:, None] * v_stride + columns[None, :]), mask=narrow_mask, other=0.0)
         factor_ptr = factors_ptr + at * 4 + i * (V * 4)
-        seen = _dot(k, state, PARTS) * tl.load(factor_ptr, mask=valid, other=0.0)[:, None]
+        seen = _dot(k, state, PARTS, SHORT) * tl.load(factor_ptr, mask=valid, other=0.0)[:, None]
         solve = tl.load(solve_ptr + at * M + square, mask=valid[:, None], other=0.0)
-        delta = _dot(solve, v.to(tl.float32) - seen, PARTS)
+        delta = _dot(solve, v.to(tl.float32) - seen, PARTS, SHORT)
 
         q = tl.load(q_ptr + (i[:, None] * q_stride + wide[None, :]), mask=wide_mask, other=0.0)
-        out = _dot(q, state, PARTS) * tl.load(factor_ptr + 1, mask=valid, other=0.0)[:, None]
+        out = _dot(q, state, PARTS, SHORT) * tl.load(factor_ptr + 1, mask=valid, other=0.0)[:, None]
         scores = tl.load(scores_ptr + at * M + square, mask=valid[:, None], other=0.0)
-        out += _dot(scores, delta, PARTS)
+        out += _dot(scores, delta, PARTS, SHORT)
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (i[:, None] * (V * D) + columns[None, :]), out, mask=narrow_mask)
         state *= tl.load(factors_ptr + at * 4 + 3)
         left = tl.load(factor_ptr + 2, mask=valid, other=0.0)
-        state += _dot(tl.trans(k), delta * left[:, None], PARTS)
+        state += _dot(tl.trans(k), delta * left[:, None], PARTS, SHORT)
         q_ptr += M * q_stride
         k_ptr += M * k_stride
         v_ptr += M * v_stride

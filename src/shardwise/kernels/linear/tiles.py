@@ -8,6 +8,7 @@ Legend: B batch of rows, R rows, C chunks of V consecutive elements of `in`, O o
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 
 import torch
@@ -52,6 +53,7 @@ class Target:
     name: str = ""
 
 
+@cache
 def target_of(device: torch.device) -> Target:
     """The Target of `device`; a CPU, which interprets, counts as a small card."""
     if device.type != "cuda":
@@ -92,6 +94,12 @@ def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def operand(weight: Weight, native_fp8: bool) -> Operand:
     """`weight` ([O, K], or [E, O, K]) as kernels see it. Raises TypeError for a format that they do not have."""
+    if native_fp8 not in weight.views:
+        weight.views[native_fp8] = _operand(weight, native_fp8)
+    return weight.views[native_fp8]
+
+
+def _operand(weight: Weight, native_fp8: bool) -> Operand:
     value, fine, coarse = None, None, None
     for held, tensor in zip(weight.held, weight.tensors, strict=True):
         part = (held, tensor)

@@ -28,7 +28,7 @@ from shardwise.kernels.overlap import launch
 
 PARTS = 3  # weights of one launch at most
 STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any other: single products
-FEW_ROWS_TILE = 16  # rows of a program for a weight of less than 1024
+FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, the products are large enough to be launched one by one
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
@@ -41,6 +41,9 @@ class Tile(NamedTuple):
     BK: int
     warps: int
     stages: int
+
+
+MANY_TOKENS_TILE = Tile(64, 64, 64, 4, 3)  # 48 KiB of shared memory; the input is read once for 64 rows
 
 
 def norm_linears(
@@ -115,7 +118,9 @@ def _choice(x_TH: torch.Tensor, weights: Sequence[Weight], target: Target) -> Ti
     if found:
         return Tile(*found[1:]) if found[0] == BY_TILES else None
     several = len(weights) > 1 and tokens <= TILE_TOKENS
-    few_rows = len(weights) == 1 and weights[0].shape[0] <= FEW_ROWS and 4 < tokens <= FEW_ROWS_TOKENS
+    few_rows = len(weights) == 1 and weights[0].shape[0] <= FEW_ROWS and tokens > 4
+    if few_rows and tokens > FEW_ROWS_TOKENS:  # libraries are slow at outputs that are not aligned
+        return MANY_TOKENS_TILE if weights[0].shape[0] % 8 and not wide else None
     return tile_config(operands, target, wide) if several or few_rows else None
 
 
@@ -202,7 +207,7 @@ def tile_constants(operands: Sequence[Operand], taps: int, config: Tile) -> dict
     found: dict[str, Any] = {"TAPS": taps, "WINDOW": power_of_two(taps), "T": config.BT}
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
-        rows = config.BO if of.layout[2] >= 1024 else min(config.BO, FEW_ROWS_TILE)
+        rows = min(config.BO, FEW_ROWS_TILE) if len(operands) > 1 and of.layout[2] < FEW_ROWS else config.BO
         step = max(16, step_of(of, min(power_of_two(of.layout[3]), config.BK)))
         found |= {f"W{n}": of.layout, f"R{n}": rows if n < len(operands) else 0, f"C{n}": step}
     return found
@@ -232,6 +237,10 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
         for cases, taps in ((delta, 4), ((case(9216, 2048, kind, native_fp8),), 0)):
             constexprs, warps = stream_constants([each.of for each in cases], True, taps)
             yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), 0)
+    constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
+    yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
+    for kind in ("bf16", "fp8_block", "nvfp4"):
+        delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for kib in (64, 99, 227):
             for cases, taps in ((delta, 4), ((router,), 0)):
                 config = tile_config([each.of for each in cases], Target(native_fp8, kib), False)
