@@ -24,15 +24,17 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
+from shardwise.kernels.delta import triton as delta
 from shardwise.kernels.linears import reference as linears_reference
 from shardwise.kernels.linears import triton as linears
+from shardwise.kernels.sequences import Sequences
 from shardwise.shard import local
 from tests.gpu import bench_ops
 from tests.gpu.bench_ops import BYTES_PER_SECOND, Bench, copies_of, microseconds, random, relative
 from tests.kernels.weights import DTYPES, make_weight, spec_of
 
 Choice = tuple[int, ...]
-TOKENS = (1, 4, 16, 64, 128)
+TOKENS = (1, 4, 16, 64, 128, 8192)
 GAIN = 0.98
 BLOCKS: list[Choice] = [  # BO, BK, warps, stages of experts
     (64, 128, 4, 4), (32, 128, 4, 4), (64, 256, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 128, 8, 3),
@@ -40,9 +42,14 @@ BLOCKS: list[Choice] = [  # BO, BK, warps, stages of experts
 TILES: list[Choice] = [  # BO, BK, warps, stages of linears
     (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (16, 512, 4, 3), (32, 128, 4, 6),
 ]  # fmt: skip
+MANY: list[Choice] = [  # tokens of a tile; BO, BK, warps, stages of gates and ups, and of down
+    (128, 128, 64, 8, 4, 128, 64, 8, 4), (128, 256, 64, 8, 3, 256, 64, 8, 3), (64, 128, 64, 4, 4, 128, 64, 4, 4),
+    (128, 128, 64, 4, 3, 128, 64, 4, 3), (64, 128, 128, 4, 3, 128, 128, 4, 3), (128, 128, 128, 8, 2, 128, 128, 8, 2),
+    (64, 256, 64, 8, 3, 256, 64, 8, 3),
+]  # fmt: skip
+SCANS: list[Choice] = [(16, 2), (32, 4), (32, 8), (64, 8)]  # value columns of a program, warps
 SPLIT: list[Choice] = [  # BO, BK, warps, stages, splits of a product by itself
-    (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1), (64, 64, 4, 4, 2),
-    (32, 128, 4, 4, 1),
+    (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1),    (32, 128, 4, 4, 1),
 ]  # fmt: skip
 
 
@@ -57,8 +64,9 @@ class Part:
 
     def keys(self, tokens: int) -> list[str]:
         shapes = [f"{kind}:{rows}x{columns}" for kind, rows, columns in self.weights]
-        names = [" ".join(shapes)] if self.joint else shapes
-        return [f"{self.what} {name} {tokens}" for name in names]
+        names = [shapes] if self.joint else [[shape] for shape in shapes]
+        at = tuning.bucket(1 if self.what.startswith("scan") else tokens)
+        return [" ".join([self.what, *name, str(at)]) for name in names]
 
 
 def kind_of(form: str) -> str:
@@ -80,8 +88,12 @@ def parts_of(op: str, form: str, tokens: int) -> list[Part]:
         "delta in": ((kind, 8192, 2048), (kind, 4096, 2048)), "attn in": ((kind, 9216, 2048),),
         "out": ((kind, 2048, 4096),), "head": (("bf16", 248320, 2048),), "shared up": ((kind, 1024, 2048),),
         "shared down": ((kind, 2048, 512),), "route": (("bf16", 257, 2048),),
-        "moe": ((kind, 1024, 2048), (kind, 2048, 512)),
+        "moe": ((kind, 1024, 2048), (kind, 2048, 512)), "delta prefill": (),
     }[op]  # fmt: skip
+    if op == "delta prefill":
+        return [Part("scan 128x128", (), SCANS, joint=True)]
+    if op == "moe" and tokens > max(tuning.BUCKETS):
+        return [Part("many", shapes[:1], MANY)]
     if op == "moe" and tokens == 1:
         rows_up, rows_down = (1, 2, 4, 8), (1, 2, 4, 8)
         return [
@@ -95,7 +107,7 @@ def parts_of(op: str, form: str, tokens: int) -> list[Part]:
         rows = (1, 2, 4) if op == "route" else (1, 2, 4, 8) if op in ("out", "head") else (4, 8, 16)
         return [Part(what, shapes, streams(shapes[0][2], form, rows))]
     width = 16 if tokens <= 16 else 64
-    tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in TILES]
+    tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else TILES[1:4])]
     joint = shapes if op != "delta in" else (*shapes, ("bf16", 64, 2048))
     found = [Part("linears", joint, [*([(linears.STREAMED,)] if tokens <= 4 else []), (2,), *tiles], joint=True)]
     if form != "bf16" and op not in ("route", "head") and tokens >= 16:
@@ -119,8 +131,31 @@ def plain_benches(form: str, tokens: int) -> Iterator[Bench]:
         yield Bench(name, fused, fused, lambda i, fused=fused: fused(i, linears_reference), first.nbytes, copies)
 
 
+def bench_prefill(tokens: int, sequences: int = 4) -> Iterator[Bench]:
+    """The delta rule along prompts."""
+    ints = {"dtype": torch.int32, "device": bench_ops.DEVICE}
+    starts = torch.arange(0, tokens + 1, tokens // sequences, **ints)
+    rows = torch.arange(1, sequences + 1, **ints)
+    slots = torch.arange(tokens, dtype=torch.int64, device=bench_ops.DEVICE)
+    pages = torch.zeros(sequences, 1, **ints)
+    seqs = Sequences(starts, torch.zeros_like(rows), rows, pages, slots, 0, tokens // sequences, tokens)
+    q, k, v = random(tokens, 8192).split((2048, 2048, 4096), -1)
+    ba, decays = random(tokens, 64, dtype=torch.float32), random(32, dtype=torch.float32)
+    inputs = (q.unflatten(-1, (16, 128)), k.unflatten(-1, (16, 128)), v.unflatten(-1, (32, 128)), ba[:, :32],
+              ba[:, 32:], decays, decays, torch.arange(32, **ints) // 2)  # fmt: skip
+    state = random(sequences + 1, 32, 128, 128, dtype=torch.float32)
+
+    def fused(i: int):
+        return [delta.gated_delta(*inputs, state, seqs)]
+
+    yield Bench("delta prefill", fused, fused, fused, tokens * (8192 + 4096) * 2, 1)
+
+
 def benches(form: str, tokens: int) -> Iterator[Bench]:
     yield from bench_ops.bench_moe(form, tokens, False)
+    if tokens > max(tuning.BUCKETS):
+        yield from bench_prefill(tokens) if form == "bf16" else ()
+        return
     yield from bench_ops.bench_linears(form, tokens, False)
     yield from plain_benches(form, tokens)
     if form == "bf16":

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.delta.decode import NORM_EPS, log_decay
+from shardwise.kernels.linear.tiles import target_of
 from shardwise.kernels.sequences import Sequences
 
 # With 64 tokens a block, or 32 columns, some target has too few registers.
@@ -241,11 +243,14 @@ def scan_kernel(
     tl.store(state_ptr + state_at, state, mask=state_mask)
 
 
-def _config(heads: int, key_width: int, value_width: int, parts: tl.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants of both kernels, and those that only scan_kernel has."""
+def _config(
+    heads: int, key_width: int, value_width: int, parts: tl.dtype, gpu: str = ""
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Constants of both kernels, those that only scan_kernel has, and its warps. gpu: for what was measured on it."""
     padded = max(triton.next_power_of_2(key_width), 16)
     both = {"V": heads, "K": key_width, "KP": padded, "M": BLOCK_TOKENS, "PARTS": parts}
-    return both, {"D": value_width, "BD": SCAN_COLUMNS}
+    columns, warps = tuning.choice(gpu, f"scan {key_width}x{value_width}", [], 1) or (SCAN_COLUMNS, WARPS)
+    return both, {"D": value_width, "BD": columns}, warps
 
 
 def prefill(
@@ -261,7 +266,8 @@ def prefill(
     """
     _, heads, key_width, value_width = state_RVKD.shape
     first, later = seqs.decodes, seqs.count - seqs.decodes
-    sizes, scan_sizes = _config(heads, key_width, value_width, tl.bfloat16 if out_TVD.is_cuda else tl.float32)
+    parts, gpu = (tl.bfloat16, target_of(out_TVD.device).name) if out_TVD.is_cuda else (tl.float32, "")
+    sizes, scan_sizes, scan_warps = _config(heads, key_width, value_width, parts, gpu)
     block_tokens = sizes["M"]
     prompt_tokens = out_TVD.shape[0] - first
     solve_PVM, scores_PVM = torch.empty(
@@ -305,7 +311,7 @@ def prefill(
         out_TVD,
         **sizes,
         **scan_sizes,
-        num_warps=WARPS,
+        num_warps=scan_warps,
         num_stages=STAGES,
     )
 
@@ -317,7 +323,7 @@ def compile_cases() -> Iterator[CompileCase]:
     floats = dict.fromkeys(names, "*fp32")
     for kind in ("*bf16", "*fp32"):
         types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), kind) | ints | floats
-        both, scan = _config(32, 128, 128, tl.bfloat16)
+        both, scan, _ = _config(32, 128, 128, tl.bfloat16)
         yield CompileCase(block_kernel, signature(block_kernel, both, types), both, WARPS, STAGES)
         constants = both | scan
         yield CompileCase(scan_kernel, signature(scan_kernel, constants, types), constants, WARPS, STAGES)

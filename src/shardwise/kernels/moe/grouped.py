@@ -160,6 +160,23 @@ def tokens_tile(tokens_an_expert: float, x_bytes: int) -> int:
     return 16 if x_bytes > 2 else next((BT for most, BT in sizes if tokens_an_expert <= most), 128)
 
 
+def grouped_configs(
+    up: Operand, down: Operand, tokens: int, tokens_an_expert: float, target: Target, x_bytes: int
+) -> tuple[int, Grouped, Grouped]:
+    """BT and the configurations of both products. Many tokens: (BT, then BO, BK, warps, stages of each), if measured."""
+    BT = tokens_tile(tokens_an_expert, x_bytes)
+    found = tuning.choice(target.name, "many", [up.layout], tokens) if BT == 128 else None
+    if found is None:
+        up_config, config = (grouped_config(bank, BT, target, x_bytes, tokens) for bank in (up, down))
+        return BT, up_config, config
+    BT, *rest = found
+    up_config, config = (
+        Grouped(BO, BT, step_of(bank, BK), warps, stages)
+        for bank, (BO, BK, warps, stages) in ((up, rest[:4]), (down, rest[4:]))
+    )
+    return BT, up_config, config
+
+
 def sort_pairs(ids_Tk: torch.Tensor, first_expert: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs by expert, in their order otherwise -> order_M int32, starts_E1 int32; other ranks' pairs come last."""
     pairs = ids_Tk.numel()
@@ -192,17 +209,16 @@ def moe(
     (tokens, top_k), (hidden, width), pairs = ids_Tk.shape, down_bank.layout[2:4], ids_Tk.numel()
     device, x_bytes = x_TH.device, x_TH.element_size()
     order_M, starts_E1 = sort_pairs(ids_Tk, first_expert, experts)
-    BT, BE = tokens_tile(pairs / experts, x_bytes), power_of_two(experts)
+    BE = power_of_two(experts)
+    BT, up_config, config = grouped_configs(up_bank, down_bank, tokens, pairs / experts, target, x_bytes)
     tiles = min(pairs, experts + pairs // BT)
     act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
-    config = grouped_config(up_bank, BT, target, x_bytes, tokens)
-    BI = config.BO // 2
+    BI = up_config.BO // 2
     grouped_gate_up_kernel[(tiles * triton.cdiv(width, BI),)](
         x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, order_M, starts_E1, experts, top_k, up_bank.layout, BE, BI,
-        BT, config.BK, num_warps=config.warps, num_stages=config.stages,
+        BT, up_config.BK, num_warps=up_config.warps, num_stages=up_config.stages,
     )  # fmt: skip
     y_MH = torch.empty((pairs, hidden), dtype=x_TH.dtype, device=device)
-    config = grouped_config(down_bank, BT, target, x_bytes, tokens)
     grouped_down_kernel[(tiles * triton.cdiv(hidden, config.BO),)](
         act_MI, *down_bank.tensors(), y_MH, order_M, starts_E1, experts, down_bank.layout, BE, config.BO, BT,
         config.BK, num_warps=config.warps, num_stages=config.stages,
