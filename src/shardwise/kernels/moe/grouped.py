@@ -163,7 +163,7 @@ def tokens_tile(tokens_an_expert: float, x_bytes: int) -> int:
 def grouped_configs(
     up: Operand, down: Operand, tokens: int, tokens_an_expert: float, target: Target, x_bytes: int
 ) -> tuple[int, Grouped, Grouped]:
-    """BT and the configurations of both products. Many tokens: (BT, then BO, BK, warps, stages of each), if measured."""
+    """BT and both configurations; where many tokens were measured, those are BT, then BO, BK, warps, stages of each."""
     BT = tokens_tile(tokens_an_expert, x_bytes)
     found = tuning.choice(target.name, "many", [up.layout], tokens) if BT == 128 else None
     if found is None:
