@@ -78,3 +78,28 @@ def test_the_likeliest_is_the_lowest_of_the_largest_and_minus_one_if_not_finite(
     assert ids_L.tolist() == want_L.tolist()
     torch.testing.assert_close(values_L.cpu(), logits_LV.amax(-1), equal_nan=True)
     assert impl.likeliest(logits_LV[:0].to(device))[1].shape == (0,)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("vocabulary", "candidates"), [(5, 1), (5, 5), (2048, 20), (5000, 3), (5000, 20), (70, 40)])
+def test_triton_draws_among_the_likeliest_as_the_reference_does(vocabulary, candidates, device):
+    source = torch.Generator().manual_seed(5)
+    logits_LV = 3 * torch.randn(12, vocabulary + 1, generator=source)[:, :vocabulary]
+    logits_LV[2] = logits_LV[2].round()  # equals
+    logits_LV[3, 1:] = float("-inf")  # one that a grammar allows
+    rows_N = torch.tensor([0, 1, 2, 3, 5, 7, 8, 11])
+    floats_N3 = torch.tensor(
+        [[1.0, 1.0, float("-inf")], [0.6, 0.95, float("-inf")], [1.5, 0.5, -1.0], [0.7, 0.8, -3.0]]
+    )
+    floats_N3 = floats_N3.repeat(2, 1).contiguous()
+    ints_N4 = torch.randint(0, 1 << 32, (8, 4), generator=source)
+    ints_N4[:, 0] = torch.tensor([candidates, 0, 2, candidates, 1, 0, candidates, 3])
+    given = [each.to(device) for each in (floats_N3, ints_N4)]
+    for _ in range(5):
+        given[1][:, 3] += 1
+        want, got = (
+            impl.draw_among(logits_LV.to(device), rows_N.to(device), candidates, *given) for impl in (reference, fast)
+        )
+        assert got.tolist() == want.tolist()
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    assert fast.draw_among(logits_LV.to(device), none, candidates, given[0][:0], given[1][:0]).shape == (0,)

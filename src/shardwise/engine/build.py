@@ -293,7 +293,7 @@ class Leader:
                 serve.grammar_backend,
                 COMPILE_SECONDS,
             ),
-            sampler=Sampler(rank.ctx.ops.likeliest, rank.ctx.ops.draw),
+            sampler=Sampler(rank.ctx.ops),
             reuse=ReuseOptions(
                 limits.snapshot_rows,
                 serve.snapshot_every,

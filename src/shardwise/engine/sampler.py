@@ -12,6 +12,7 @@ Legend: L rows of logits, V vocabulary, N rows of a group, K candidates, C token
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log
+from typing import Protocol
 
 import torch
 
@@ -20,30 +21,18 @@ from shardwise.engine.penalties import TokenCounts, penalised
 from shardwise.engine.readback import Readback
 from shardwise.engine.request import Request
 from shardwise.kernels.draw import reference
-from shardwise.kernels.draw.reference import gumbel, split_seed
+from shardwise.kernels.draw.reference import largest, split_seed
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the same, with overflows
 NARROW = 256  # up to this top_k, candidates are selected; above it, and for top_p alone, all ids are sorted
 
-DrawOp = Callable[..., torch.Tensor]  # kernels/draw
-LikeliestOp = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
+class Choosing(Protocol):
+    """The operations of kernels/draw for a device."""
 
-def sort_keys(logits_LV: torch.Tensor) -> torch.Tensor:
-    """int64 [L, V], all different in a row: larger for the larger logit, and among equals for the lower id.
-
-    So that the k largest are the same ones on every device and in every batch. The id is V - 1 - (key & 0xffffffff).
-    """
-    bits_LV = (logits_LV + 0.0).view(torch.int32)  # + 0.0: no negative zero
-    ordered_LV = bits_LV ^ ((bits_LV >> 31) & 0x7FFFFFFF)
-    reversed_ids_V = torch.arange(logits_LV.shape[-1] - 1, -1, -1, device=logits_LV.device)
-    return (ordered_LV.to(torch.int64) << 32) + reversed_ids_V
-
-
-def largest(logits_LV: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids [L, count] of the largest logits, in falling order, the lower id first among equals."""
-    keys_LK = sort_keys(logits_LV).topk(count, dim=-1).values
-    return logits_LV.shape[-1] - 1 - (keys_LK & 0xFFFFFFFF)
+    likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    draw: Callable[..., torch.Tensor]
+    draw_among: Callable[..., torch.Tensor]
 
 
 class Sampled:
@@ -114,36 +103,11 @@ class _Draw:
     ints_N4: torch.Tensor  # top_k, low and high half of the seed, index of the token
     floats_N3: torch.Tensor  # temperature, top_p, logarithm of min_p
 
-    def tokens(
-        self, logits_LV: torch.Tensor, largest_L: torch.Tensor, draw: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def tokens(self, logits_LV: torch.Tensor, largest_L: torch.Tensor, ops: Choosing) -> torch.Tensor:
         """int64 [N]."""
         if not self.candidates:
-            return draw(logits_LV, self.rows_N, largest_L, self.floats_N3[:, 0], self.ints_N4[:, 1:])
-        whole = len(self.rows_N) == len(logits_LV)  # rows are in order: no need to copy them out
-        logits_NV = logits_LV if whole else logits_LV[self.rows_N]
-        temperature_N1, top_p_N1, log_min_p_N1 = self.floats_N3.split(1, dim=1)
-        top_k_N1, low_N1, high_N1, index_N1 = self.ints_N4.split(1, dim=1)
-        ids_NK = largest(logits_NV, self.candidates)
-        values_NK = logits_NV.gather(1, ids_NK)
-        values_NK = (values_NK - values_NK[:, :1]) / temperature_N1
-        keep_NK = self._keep(values_NK, top_k_N1, top_p_N1, log_min_p_N1)
-        score_NK = (values_NK + gumbel(low_N1, high_N1, index_N1, ids_NK)).masked_fill(~keep_NK, float("-inf"))
-        return ids_NK.gather(1, score_NK.argmax(dim=-1, keepdim=True)).squeeze(1)
-
-    @staticmethod
-    def _keep(
-        values_NK: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, log_min_p: torch.Tensor
-    ) -> torch.Tensor:
-        """Which candidates, likeliest first, are left. The first always is.
-
-        In fp64, so that a different width of the batch (another order of additions) does not move the cut of top_p.
-        """
-        rank_K = torch.arange(values_NK.shape[1], device=values_NK.device)
-        keep_NK = (values_NK >= log_min_p) & ((top_k == 0) | (rank_K < top_k))
-        p_NK = values_NK.double().exp().masked_fill(~keep_NK, 0)
-        before_NK = p_NK.cumsum(dim=1) - p_NK
-        return keep_NK & ((before_NK < top_p * p_NK.sum(dim=1, keepdim=True)) | (top_p >= 1))
+            return ops.draw(logits_LV, self.rows_N, largest_L, self.floats_N3[:, 0], self.ints_N4[:, 1:])
+        return ops.draw_among(logits_LV, self.rows_N, self.candidates, self.floats_N3, self.ints_N4)
 
 
 @dataclass
@@ -168,9 +132,8 @@ class _Batch:
 class Sampler:
     """Chooses tokens, and remembers what that needs of each request until `forget`."""
 
-    def __init__(self, likeliest: LikeliestOp = reference.likeliest, draw: DrawOp = reference.draw) -> None:
-        """The operations of kernels/draw for the device."""
-        self._likeliest, self._draw = likeliest, draw
+    def __init__(self, ops: Choosing = reference) -> None:  # pyright: ignore[reportArgumentType]
+        self._ops = ops
         self._counts = TokenCounts()
         self._batch: _Batch | None = None
 
@@ -182,9 +145,9 @@ class Sampler:
         """
         batch = self._prepare(logits_LV, requests)
         logits_LV = self._shape(logits_LV, batch)
-        values_L, tokens_L = self._likeliest(logits_LV)
+        values_L, tokens_L = self._ops.likeliest(logits_LV)
         for draw in batch.draws:
-            drawn_N = draw.tokens(logits_LV, values_L, self._draw)
+            drawn_N = draw.tokens(logits_LV, values_L, self._ops)
             tokens_L[draw.rows_N] = torch.where(values_L[draw.rows_N].isfinite(), drawn_N, -1)
         if batch.penalties is not None:
             rows_P, slots_P, _ = batch.penalties

@@ -39,6 +39,7 @@ class Ops:
     embed: Callable[..., torch.Tensor]
     likeliest: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     draw: Callable[..., torch.Tensor]
+    draw_among: Callable[..., torch.Tensor]
     plan_slots: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     plan_wanted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     fetch_experts: Callable[..., None]
@@ -80,6 +81,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         embed=embedding.embed,
         likeliest=draw.likeliest,
         draw=draw.draw,
+        draw_among=draw.draw_among,
         plan_slots=slots.plan_slots,
         plan_wanted=slots.plan_wanted,
         fetch_experts=slots.fetch_experts,

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.draw import reference
 from shardwise.kernels.linear.triton import power_of_two
 
 BLOCK = 2048
+MOST_CANDIDATES = 32  # that are taken from each part one after the other
+LEAST = tl.constexpr(-(1 << 63))  # below the key of any logit
 
 
 @triton.jit
@@ -135,6 +138,76 @@ def draw(
     return out_N
 
 
+@triton.jit
+def part_keys_kernel(logits, stride, rows, keys, vocabulary, parts, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The `count` largest keys of a part of a row, in falling order: of the larger logit, or else of the lower id."""
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id_B = part * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(logits + tl.load(rows + n) * stride + id_B, mask=id_B < vocabulary, other=float("-inf"))
+    bits_B = (x_B + 0.0).to(tl.int32, bitcast=True)  # + 0.0: no negative zero
+    ordered_B = bits_B ^ ((bits_B >> 31) & 0x7FFFFFFF)
+    key_B = (ordered_B.to(tl.int64) << 32) + (vocabulary - 1 - id_B).to(tl.int64)
+    key_B = tl.where(id_B < vocabulary, key_B, LEAST)
+    for k in range(count):
+        top = tl.max(key_B, 0)
+        tl.store(keys + (n * parts + part) * K + k, top)
+        key_B = tl.where(key_B == top, LEAST, key_B)
+
+
+@triton.jit
+def among_kernel(
+    keys, floats, ints, out, vocabulary, parts, count, K: tl.constexpr, BP: tl.constexpr
+):  # fmt: skip
+    """The token of a row, drawn from its `count` largest keys as far as top_k, top_p and min_p keep them."""
+    n = tl.program_id(0).to(tl.int64)
+    at_X = tl.arange(0, BP * K)
+    key_X = tl.load(keys + n * parts * K + at_X, mask=(at_X < parts * K) & (at_X % K < count), other=LEAST)
+    rank_K = tl.arange(0, K)
+    best_K = tl.full((K,), LEAST, tl.int64)
+    for k in range(count):
+        top = tl.max(key_X, 0)
+        best_K = tl.where(rank_K == k, top, best_K)
+        key_X = tl.where(key_X == top, LEAST, key_X)
+    id_K = (vocabulary - 1 - (best_K & 0xFFFFFFFF)).to(tl.int32)
+    ordered_K = (best_K >> 32).to(tl.int32)
+    x_K = (ordered_K ^ ((ordered_K >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    first = tl.max(tl.where(rank_K == 0, x_K, float("-inf")), 0)
+    temperature, top_p = tl.load(floats + n * 3), tl.load(floats + n * 3 + 1)
+    top_k = tl.load(ints + n * 4)
+    x_K = (x_K - first) / temperature
+    kept = tl.where(top_k == 0, count, tl.minimum(top_k, count))
+    keep_K = (rank_K < kept) & (x_K >= tl.load(floats + n * 3 + 2))
+    p_K = tl.where(keep_K, tl.exp(tl.where(keep_K, x_K, 0.0).to(tl.float64)), 0.0)
+    before_K = tl.cumsum(p_K, 0) - p_K
+    mass = tl.where(top_p >= 1, float("inf"), top_p.to(tl.float64) * tl.sum(p_K, 0))
+    keep_K = keep_K & (before_K < mass)
+    low, high = tl.load(ints + n * 4 + 1).to(tl.uint32), tl.load(ints + n * 4 + 2).to(tl.uint32)
+    noise_K = _gumbel(low, high, tl.load(ints + n * 4 + 3).to(tl.uint32), id_K)
+    score_K = tl.where(keep_K, x_K + noise_K, float("-inf"))
+    chosen = tl.min(tl.where(score_K == tl.max(score_K, 0), rank_K, count - 1), 0)
+    tl.store(out + n, tl.max(tl.where(rank_K == chosen, id_K, 0), 0).to(tl.int64))
+
+
+def draw_among(
+    logits_LV: torch.Tensor, rows_N: torch.Tensor, candidates: int, floats_N3: torch.Tensor, ints_N4: torch.Tensor
+) -> torch.Tensor:
+    """As the reference, by which more than MOST_CANDIDATES are served; noise may differ in the last bit."""
+    (count,), vocabulary = rows_N.shape, logits_LV.shape[-1]
+    if candidates > MOST_CANDIDATES or not count:
+        return reference.draw_among(logits_LV, rows_N, candidates, floats_N3, ints_N4)
+    out_N = torch.empty(count, dtype=torch.int64, device=logits_LV.device)
+    parts, K = triton.cdiv(vocabulary, BLOCK), power_of_two(candidates)
+    keys_NPK = torch.empty((count, parts, K), dtype=torch.int64, device=logits_LV.device)
+    logits_LV = logits_LV if logits_LV.stride(-1) == 1 else logits_LV.contiguous()
+    part_keys_kernel[(count, parts)](
+        logits_LV, logits_LV.stride(0), rows_N, keys_NPK, vocabulary, parts, candidates, K, BLOCK, num_warps=4
+    )
+    among_kernel[(count,)](
+        keys_NPK, floats_N3, ints_N4, out_N, vocabulary, parts, candidates, K, power_of_two(parts), num_warps=8
+    )
+    return out_N
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """The one configuration, for a vocabulary of 248,320."""
     types = dict.fromkeys(("logits", "largest", "temperature", "best", "values"), "*fp32")
@@ -145,3 +218,8 @@ def compile_cases() -> Iterator[CompileCase]:
     constexprs = {"BP": 128}
     for kernel in (best_kernel, likeliest_kernel):
         yield CompileCase(kernel, signature(kernel, constexprs, types), constexprs, 4, 1)
+    types |= {"keys": "*i64", "floats": "*fp32", "ints": "*i64"}
+    constexprs = {"K": MOST_CANDIDATES, "BLOCK": BLOCK}
+    yield CompileCase(part_keys_kernel, signature(part_keys_kernel, constexprs, types), constexprs, 4, 1)
+    constexprs = {"K": MOST_CANDIDATES, "BP": 128}
+    yield CompileCase(among_kernel, signature(among_kernel, constexprs, types), constexprs, 8, 1)
