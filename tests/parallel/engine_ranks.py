@@ -10,9 +10,11 @@ import msgspec
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
 from shardwise.engine.build import Leader, build_rank
-from shardwise.engine.messages import Failed, Generate, Picture, SamplingParams, Tokens
+from shardwise.engine.messages import CacheResized, Failed, Generate, Picture, ResizeCache, SamplingParams, Tokens
 from shardwise.parallel.comm import Alone, TorchCommunicator
 from shardwise.shard import ParamSpec, Segment
+
+RESIZE_EVERY = 7
 
 
 @contextmanager
@@ -45,11 +47,15 @@ def generate(
     requests: Sequence[tuple[Any, ...]],
     arrive_every: int = 0,
     wrong_cut: bool = False,
-) -> tuple[list[list[int]], int] | None:
+    resizes: Sequence[tuple[int, int]] = (),
+    resized: bool = False,
+) -> tuple[Any, ...] | None:
     """On the first rank the tokens of each request (prompt, sampling, and its pictures if it has any: the fields of
     Picture after the id), its stop token at the end, and the preemptions.
 
-    arrive_every: steps between two arrivals; 0: all at once.
+    arrive_every: steps between two arrivals; 0: all at once. resizes: slots of experts, or tokens of KV cache, to
+    change to, every RESIZE_EVERY steps in turn; with `resized`, what they were answered is returned, too, and how many
+    pages of requests got another number.
     """
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
     config = ServeConfig(ranks=world, device="cpu", **serve)
@@ -61,7 +67,7 @@ def generate(
     leader = Leader(one, config)
     waiting = [message_of(n, *request) for n, request in enumerate(requests)]
     out: list[list[int]] = [[] for _ in requests]
-    steps = 0
+    steps, told = 0, list[tuple[CacheResized, int]]()
     while waiting or leader.has_work():
         while waiting and (not arrive_every or steps % arrive_every == 0 or not leader.has_work()):
             generate, pictures = waiting.pop(0)
@@ -70,12 +76,19 @@ def generate(
             leader.add(generate)
             if arrive_every:
                 break
+        if resizes and steps % RESIZE_EVERY == RESIZE_EVERY - 1:
+            wish = resizes[len(told) % len(resizes)]
+            pages = [page for request in leader.engine.scheduler.running for page in request.pages]
+            answer = leader.resize(ResizeCache(str(steps), *wish))
+            leader.engine.check()
+            after = [page for request in leader.engine.scheduler.running for page in request.pages]
+            told.append((answer, len({*pages} - {*after}) if len(pages) == len(after) else 0))
         for message in leader.step():
             take(message, out)
         steps += 1
     leader.engine.check()
     leader.stop()
-    return out, leader.stats().preemptions
+    return (out, leader.stats().preemptions, *([told] if resized else []))
 
 
 def message_of(

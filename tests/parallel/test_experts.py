@@ -12,7 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.golden import eval as evaluation
+from tests.parallel import engine_ranks
 from tests.parallel.test_logits import name
+from tests.parallel.test_miniature import differing, requests
 from tests.parallel.test_quantised import FULL, NEAR_TIE, TIMEOUT_S, Answer, answered, lead
 from tests.ranks import Ranks
 
@@ -80,3 +82,29 @@ def test_banks_come_back_from_their_folder(tmp_path: Path, tokenizer: Any, ranks
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert len(before) == 2
     assert runs[0] == runs[1]
+
+
+def test_memory_moves_while_requests_run(tokenizer: Any, ranks: Ranks) -> None:
+    """Slots and KV cache change sizes every few steps, pages in use and cached ones among them; no answer does."""
+    cases = [case for case in evaluation.load_cases() if case.prompt_tokens + case.max_tokens <= 160][
+        :: 2 if FULL else 18
+    ]
+    serve = {
+        "model": str(evaluation.miniature()), "experts": "offload", "expert_slots": 6, "kv_tokens": 1200,
+        "max_model_len": 160, "page_tokens": 4, "max_num_seqs": 7, "max_num_batched_tokens": 64, "ratio": (5, 3),
+    }  # fmt: skip
+    wishes = [(2, 0), (0, 400), (6, 0), (0, 900), (1, 0), (0, 40_000_000)]
+    outputs, _, told = ranks.run(
+        2, engine_ranks.generate, serve=serve, requests=requests(cases, tokenizer), arrive_every=2, resizes=wishes,
+        resized=True,
+    )[0]  # fmt: skip
+    assert differing(cases, outputs, evaluation.golden()) == []
+    answers, moved = zip(*told, strict=True)
+    print([(each.expert_slots, each.kv_tokens, each.message) for each in answers], moved)
+    assert (answers[0].expert_slots, answers[0].message) == (2, "")
+    assert answers[0].kv_tokens > 1200
+    assert all("running requests hold" in each.message or not each.message for each in answers[:4])
+    assert "2 to 8 are possible" in answers[4].message
+    assert "ask for at most" in answers[5].message
+    assert any(moved)
+    assert {each.kv_tokens for each in answers if each.expert_slots == 2} == {answers[0].kv_tokens}, "none is lost"

@@ -75,6 +75,23 @@ class PagePool:
         self._let_go(page)
         self.idle += self.only_kept(page)
 
+    def resize(self, pages: int) -> dict[int, int]:
+        """Have `pages` pages from now on -> where those in use beyond them go, old to new, to be copied by whoever has
+        their bytes. Raises ValueError if more are in use.
+        """
+        if pages < 1 or self.used > pages:
+            raise ValueError(f"a pool of {pages} pages: {self.used} are in use")
+        held = [page for page in range(1, self.pages + 1) if self._holders[page]]
+        room = (page for page in range(1, pages + 1) if page > self.pages or not self._holders[page])
+        moves = {page: next(room) for page in held if page > pages}
+        counts = {moves.get(page, page): (self._holders[page], self._kept[page]) for page in held}
+        self._holders, self._kept = ([0] * (pages + 1) for _ in range(2))
+        for page, (holders, kept) in counts.items():
+            self._holders[page], self._kept[page] = holders, kept
+        self.pages = pages
+        self._free = [page for page in range(pages, 0, -1) if not self._holders[page]]
+        return moves
+
     def holders(self, page: int) -> int:
         return self._holders[page]
 

@@ -1,7 +1,7 @@
 """The memory that requests live in: pages of keys and values, rows of recurrent state, as the shard spec sizes them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,7 +31,7 @@ class CacheSpecs:
         return sum(local_bytes(spec, partitions, rank) for spec in self.row.values())
 
 
-def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx: RankContext) -> Sequence[LayerCache]:
+def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx: RankContext) -> list[LayerCache]:
     """Zeroed caches, one a layer: `pages` pages (page 0 is padding) and `rows` rows (row 0 is padding)."""
 
     def zeros(count: int, spec: ParamSpec) -> torch.Tensor:
@@ -49,6 +49,26 @@ def allocate(config: ModelConfig, specs: CacheSpecs, pages: int, rows: int, ctx:
             conv, delta = (specs.row[f"{name}.delta.{part}_state"] for part in ("conv", "delta"))
             caches.append(DeltaState(zeros(rows, conv), zeros(rows, delta)))
     return caches
+
+
+def resize_pages(caches: list[LayerCache], pages: int, moves: Mapping[int, int]) -> None:
+    """Have `pages` pages in each layer, that of padding included, with what is in them; `moves`: those that get another
+    number. A layer at a time, so that little memory is needed beside.
+    """
+    for i, cache in enumerate(caches):
+        if isinstance(cache, KVCache):
+            made = [_resized(old, pages, moves) for old in (cache.k_pages, cache.v_pages)]
+            caches[i] = replace(cache, k_pages=made[0], v_pages=made[1])
+
+
+def _resized(old: torch.Tensor, pages: int, moves: Mapping[int, int]) -> torch.Tensor:
+    new, kept = torch.zeros((pages, *old.shape[1:]), dtype=old.dtype, device=old.device), min(pages, len(old))
+    new[:kept].copy_(old[:kept])
+    if moves:
+        from_N, to_N = (torch.tensor(list(each), device=old.device) for each in (moves.keys(), moves.values()))
+        target, source = (x if x.element_size() > 1 else x.view(torch.uint8) for x in (new, old))
+        target.index_copy_(0, to_N, source.index_select(0, from_N))
+    return new
 
 
 def copy_rows(caches: Sequence[LayerCache], sources_N: torch.Tensor, targets_N: torch.Tensor) -> None:

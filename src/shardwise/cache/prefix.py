@@ -6,7 +6,7 @@ only: the bytes of pages and rows are the runners', on each rank.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.cache.pages import PagePool
@@ -218,6 +218,11 @@ class PrefixCache:
             del (node.parent.children if node.key in node.parent.children else node.parent.tails)[node.key]
             self._pool.drop(node.page)
             node = node.parent
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Pages have other numbers: old to new."""
+        for node in self.nodes():
+            node.page = moves.get(node.page, node.page)
 
     def nodes(self) -> Iterator[Node]:
         """All pages of the tree."""

@@ -55,6 +55,10 @@ class _Place:
     def nbytes(self) -> int:
         return self._held_NB.nbytes
 
+    def rebind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What is on the device is in other tensors now, of the same kind."""
+        self._parts = [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+
     def _pieces(self, pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
         """Few enough at once. None for a rank that holds nothing of these."""
         return [pairs[i : i + self._at_once] for i in range(0, len(pairs) if self._width else 0, self._at_once)]
@@ -92,6 +96,11 @@ class HostStore:
     @property
     def nbytes(self) -> int:
         return self._pages.nbytes + self._rows.nbytes
+
+    def rebind(self, caches: Sequence[LayerCache]) -> None:
+        """The pages of `caches` are other tensors now."""
+        attention = [cache for cache in caches if isinstance(cache, KVCache)]
+        self._pages.rebind([part for cache in attention for part in (cache.k_pages, cache.v_pages)])
 
     def out(self, copies: Copies) -> None:
         """The device's pages and rows to the host."""

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -38,16 +38,17 @@ from shardwise.config import (
     read_json,
 )
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts import choose_mode, expert_specs, experts_bytes, make_offload, with_experts
+from shardwise.engine.experts import choose_mode, expert_specs, experts_bytes, make_offload, sizes_of, with_experts
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import COMPILE_SECONDS, Grammars
 from shardwise.engine.hosttier import with_host_tier
 from shardwise.engine.memory import local_devices, rank_memory
-from shardwise.engine.messages import Ready, Stats
+from shardwise.engine.messages import CacheResized, Ready, ResizeCache, Stats
 from shardwise.engine.place import device_kind, place, sharers, warn_of_others
 from shardwise.engine.plan import Chunk, StepPlan
 from shardwise.engine.request import Limits
+from shardwise.engine.resize import RankSizes, resized
 from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.runner import Runner
 from shardwise.engine.sampler import Sampler
@@ -257,10 +258,10 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     max_pages = -(-limits.max_model_len // limits.page_tokens)
     tables = PageTables(limits.rows, max_pages, limits.page_tokens)
     store = HostStore(caches, limits.host_pages, limits.host_rows) if limits.host_rows else None
-    runner = Runner(model, caches, tables, ctx, features, store)
+    runner = Runner(model, caches, tables, ctx, features, store, offload)
     capturable = comm.capturable and (offload is None or offload.direct)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and capturable:
-        runner.capture(offload.graph_tokens if offload else 1 << 30)
+        runner.capture()
     return Rank(made, ctx, runner, limits, environment.local_world, offload)
 
 
@@ -269,7 +270,7 @@ class Leader:
 
     def __init__(self, rank: Rank, serve: ServeConfig) -> None:
         limits, model = rank.budget, rank.made.model
-        self.rank = rank
+        self.rank, self._start = rank, limits  # memory only moves: all sizes follow from the first
         self._devices = [int(index) for index in serve.gpu] or list(range(rank.local_ranks))
         self.engine = Engine(
             Limits(
@@ -320,6 +321,23 @@ class Leader:
             ranks,
             memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices, on_device),
         )
+
+    def resize(self, asked: ResizeCache) -> CacheResized:
+        """Move memory between KV cache and slots of experts, on all ranks, between two steps."""
+        made, message = self.rank.made, ""
+        cut, model = made.partitions, made.model
+        sizes = [
+            RankSizes(made.caches.page_bytes(cut, rank), sizes_of(model, made.specs, cut, rank).slot_bytes)
+            for rank in range(self.rank.ctx.world if self._start.expert_slots else 0)
+        ]
+        try:
+            after = resized(asked, self._start, sizes, model.experts_per_token, model.experts)
+            self.engine.resize(after.pages - 1, after.expert_slots)
+            self.rank = replace(self.rank, budget=after)
+        except ValueError as error:
+            message = str(error)
+        now = self.rank.budget
+        return CacheResized(asked.id, now.expert_slots, now.kv_tokens, message)
 
     def has_work(self) -> bool:
         return self.engine.busy

@@ -14,6 +14,7 @@ import msgspec
 
 from shardwise.config import ConfigError
 from shardwise.engine.messages import (
+    CacheResized,
     Cancel,
     Drain,
     Drained,
@@ -22,6 +23,7 @@ from shardwise.engine.messages import (
     Generate,
     Picture,
     Ready,
+    ResizeCache,
     SamplingParams,
     Stats,
     ToEngine,
@@ -58,6 +60,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._handlers: set[asyncio.Task[None]] = set()
         self._requests: dict[str, asyncio.Queue[Tokens | Failed]] = {}
+        self._resizes: dict[str, asyncio.Future[CacheResized]] = {}
         self._news = asyncio.Event()  # ready, or stopped for good
         self._drained = asyncio.Event()
         self._stopped: EngineFailed | None = None
@@ -133,6 +136,20 @@ class EngineClient:
             del self._requests[request_id]
             if not ended:
                 self._send(Cancel(id=request_id))
+
+    async def resize(self, request_id: str, expert_slots: int = 0, kv_tokens: int = 0) -> CacheResized:
+        """Move memory between KV cache and slots of experts; waits until that is done or refused.
+
+        Raises EngineFailed.
+        """
+        if self.ready is None:
+            raise EngineFailed(NOT_READY)
+        self._resizes[request_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ResizeCache(request_id, expert_slots, kv_tokens))
+            return await future
+        finally:
+            del self._resizes[request_id]
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Take nothing new and let the engine finish what runs, then leave. False if it has not within `timeout_s`."""
@@ -211,6 +228,9 @@ class EngineClient:
                 self._news.set()
             case Stats():
                 self.stats = message
+            case CacheResized():
+                if (future := self._resizes.get(message.id)) and not future.done():
+                    future.set_result(message)
             case Drained():
                 self._drained.set()
 
@@ -221,5 +241,8 @@ class EngineClient:
             self._news.clear()
         if self.draining:
             self._drained.set()  # nobody is left to wait for
+        for future in self._resizes.values():
+            if not future.done():
+                future.set_exception(EngineFailed(message))
         for request_id, queue in self._requests.items():
             queue.put_nowait(Failed(id=request_id, message=message))

@@ -18,7 +18,7 @@ from shardwise.config import VisionConfig
 from shardwise.engine.grammar import Grammars, mask
 from shardwise.engine.messages import Failed, Generate, GrammarError, Logprob, Picture, Stats, Tokens
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
-from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.plan import Chunk, Resize, StepPlan
 from shardwise.engine.readback import Readback
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
 from shardwise.engine.reuse import ReuseOptions
@@ -164,6 +164,17 @@ class Engine:
             self._land(self._launched.popleft())
         messages, self._outbox = self._outbox, []
         return messages
+
+    def resize(self, pages: int, slots: int) -> None:
+        """Have `pages` pages, without that of padding, and so many slots of experts, on all ranks, once what was
+        launched is done. Raises ValueError, and changes nothing, if requests hold more pages.
+        """
+        while self._launched:
+            self._land(self._launched.popleft())
+        moves, reuse = self.scheduler.resize(pages), self.scheduler.reuse
+        plan = StepPlan(self.scheduler.steps, host=reuse.copies(), resize=Resize(pages + 1, slots, moves))
+        reuse.planned(0)
+        self._runner.run(plan)
 
     def _queue(self, request: Request) -> None:
         """Give `request` to the scheduler, or to the grammars first. Raises RequestRefused."""

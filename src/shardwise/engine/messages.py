@@ -81,6 +81,14 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
+class ResizeCache(msgspec.Struct, frozen=True, tag=True):
+    """Move memory between KV cache and slots of experts: to so many slots of each layer, or else tokens of KV cache."""
+
+    id: str
+    expert_slots: int = 0
+    kv_tokens: int = 0
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Finish what runs, take nothing new, then leave."""
 
@@ -168,9 +176,18 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     expert_copied_bytes: int = 0  # to the first rank's device
 
 
+class CacheResized(msgspec.Struct, frozen=True, tag=True):
+    """What there is now. message: why it is as it was, if the change was refused."""
+
+    id: str
+    expert_slots: int
+    kv_tokens: int
+    message: str = ""
+
+
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """Answer to Drain: nothing runs any more."""
 
 
-ToEngine = Picture | Generate | Cancel | Drain
-FromEngine = Ready | Tokens | Failed | Stats | Drained
+ToEngine = Picture | Generate | Cancel | ResizeCache | Drain
+FromEngine = Ready | Tokens | Failed | Stats | CacheResized | Drained

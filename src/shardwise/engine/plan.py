@@ -53,6 +53,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     check: bool = False  # the logits of the last token are wanted, to see if they are finite: its state will be kept
 
 
+class Resize(msgspec.Struct, frozen=True, array_like=True):
+    """From now on so many pages (that of padding included) and slots of experts; moves: pages with other numbers."""
+
+    pages: int
+    slots: int
+    moves: dict[int, int] = {}
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one step: those of one token first. No chunk: a sign of life, or with `stop` the end.
 
@@ -68,3 +76,4 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     forget: list[bytes] = []
     saves: list[tuple[int, int]] = []
     host: Copies | None = None
+    resize: Resize | None = None  # of a plan without chunks, after its copies to the host

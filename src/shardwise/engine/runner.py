@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from shardwise.cache.host import Copies
-from shardwise.cache.pool import copy_pages, copy_rows
+from shardwise.cache.pool import copy_pages, copy_rows, resize_pages
 from shardwise.cache.store import HostStore
 from shardwise.engine.engine import StepLogits
 from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
-from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.plan import Chunk, Resize, StepPlan
 from shardwise.engine.tables import PageTables
+from shardwise.experts.offload import Offload
 from shardwise.kernels.sequences import Sequences
 from shardwise.models.qwen3_5 import LayerCache, Model
 from shardwise.parallel.context import RankContext
@@ -123,25 +124,30 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCache],
+        caches: list[LayerCache],
         tables: PageTables,
         ctx: RankContext,
         features: Features | None = None,
         store: HostStore | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.model, self.caches, self.tables, self.ctx, self.features = model, caches, tables, ctx, features
         self.store = store
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
+        self.offload = offload  # experts that are not on the device
         self.graphs: DecodeGraphs | None = None
 
-    def capture(self, most_tokens: int) -> None:
-        """Make decode steps of up to `most_tokens` requests graphs; every rank at the same time."""
+    def capture(self) -> None:
+        """Make decode steps graphs; every rank at the same time."""
+        most_tokens = self.offload.graph_tokens if self.offload else 1 << 30
         self.graphs = DecodeGraphs(self.model, self.caches, self.tables, self.last_tokens, self.ctx, most_tokens)
         self.graphs.capture_all()
 
     def run(self, plan: StepPlan) -> StepLogits | None:
         """First rank: one step on all ranks. None if the plan has no chunk."""
         self.ctx.comm.send(msgspec.msgpack.encode(plan))
+        if plan.resize is not None:
+            self.resize(plan, plan.resize)
         if not plan.chunks:
             return None
         logits_LV = self.carry_out(plan)
@@ -165,6 +171,26 @@ class Runner:
         if self.features is not None:
             self.features.update(plan)
         return self.forward(plan.chunks, plan.saves, plan.host)
+
+    @torch.inference_mode()
+    def resize(self, plan: StepPlan, to: Resize) -> None:
+        """Other numbers of pages and slots of experts: first what shrinks. Graphs, which know addresses, come anew."""
+        captured, self.graphs = self.graphs is not None, None
+        if plan.host is not None and self.store is not None:
+            self.store.out(plan.host)
+        shrinks = self.offload is not None and to.slots < self.offload.count
+        for part in ("slots", "pages") if shrinks else ("pages", "slots"):
+            if part == "pages":
+                resize_pages(self.caches, to.pages, to.moves)
+                self.tables.move(to.moves)
+            elif self.offload is not None:
+                self.offload.resize(to.slots)
+            if self.ctx.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if self.store is not None:
+            self.store.rebind(self.caches)
+        if captured:
+            self.capture()
 
     @torch.inference_mode()
     def forward(
@@ -214,6 +240,8 @@ class Runner:
         """Any other rank: do what the first rank plans until it says stop."""
         decoder = msgspec.msgpack.Decoder(StepPlan)
         while not (plan := decoder.decode(self.ctx.comm.receive())).stop:
+            if plan.resize is not None:
+                self.resize(plan, plan.resize)
             if plan.chunks:
                 self.carry_out(plan)
                 if rows := [chunk.row for chunk in plan.chunks if chunk.sample]:

@@ -7,7 +7,7 @@ others, and what cannot fit even alone is refused.
 
 from bisect import insort
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.cache.pages import PagePool
 from shardwise.cache.rows import RowPool
@@ -133,6 +133,23 @@ class Scheduler:
             if kept or reason is not None:
                 progress.append(Progress(request, kept, reason, stop))
         return progress
+
+    def resize(self, pages: int) -> dict[int, int]:
+        """Have `pages` pages of KV cache -> those that get another number, old to new. Between steps only.
+
+        The prefix cache gives up what does not fit. Raises ValueError, and changes nothing, if requests hold more.
+        """
+        pool = self.pages
+        if pool.used - pool.idle > pages:
+            raise ValueError(f"running requests hold {pool.used - pool.idle} pages of {pool.page_tokens} tokens")
+        self.reuse.cache.make_room(pool.pages - pages)
+        moves = pool.resize(pages)
+        self.reuse.cache.move(moves)
+        for request in self.running:
+            request.pages = [moves.get(page, page) for page in request.pages]
+            request.copy_page = moves.get(request.copy_page, request.copy_page)
+        self.limits = replace(self.limits, pages=pages)
+        return moves
 
     def check(self) -> None:
         """Raises AssertionError if pages or rows are lost, or held by what does not run."""

@@ -1,5 +1,7 @@
 """Which pages each row's request has, on the host of every rank."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from shardwise.engine.plan import Chunk
@@ -21,6 +23,11 @@ class PageTables:
             held = self.counts[chunk.row]
             self.pages[chunk.row, held : held + len(chunk.new_pages)] = chunk.new_pages
             self.counts[chunk.row] = held + len(chunk.new_pages)
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Pages have other numbers: old to new."""
+        for old, new in moves.items():  # no new number is an old one
+            self.pages[self.pages == old] = new
 
     def slots(self, rows: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where keys and values of these positions go: page * page_tokens + offset."""

@@ -21,7 +21,20 @@ import msgspec
 
 from shardwise.config import ConfigError, RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.folder import Broke, RunFolder, Serving, Started
-from shardwise.engine.messages import Cancel, Drain, Drained, Failed, Generate, Picture, Ready, Stats, ToEngine, Tokens
+from shardwise.engine.messages import (
+    CacheResized,
+    Cancel,
+    Drain,
+    Drained,
+    Failed,
+    Generate,
+    Picture,
+    Ready,
+    ResizeCache,
+    Stats,
+    ToEngine,
+    Tokens,
+)
 from shardwise.engine.processes import die_with_parent
 from shardwise.engine.wire import EngineConnection, FrameError, connect
 
@@ -52,6 +65,10 @@ class Leader(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None: ...
+
+    def resize(self, asked: ResizeCache) -> CacheResized:
+        """Move memory between KV cache and slots of experts, if that can be."""
+        ...
 
     def step(self) -> list[Tokens | Failed]:
         """One step on all ranks, and what came of it."""
@@ -93,7 +110,7 @@ class FirstRank:
 
     def run(self) -> None:
         """Serve until drained. Ends the process at once, whatever it waits for, when the API process hangs up."""
-        ready = msgspec.structs.replace(self._engine.ready(), restarts=self._restarts)
+        ready = self._ready()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         self._connection.send([ready, self._stats()])
         while self._engine.has_work() or not self._draining.is_set():
@@ -110,6 +127,9 @@ class FirstRank:
             out.append(self._stats())
         if out:
             self._connection.send(out)
+
+    def _ready(self) -> Ready:
+        return msgspec.structs.replace(self._engine.ready(), restarts=self._restarts)
 
     def _stats(self) -> Stats:
         self._stats_due_s = time.monotonic() + STATS_SECONDS
@@ -140,6 +160,9 @@ class FirstRank:
                 self._engine.add(message)
             case Cancel():
                 self._engine.cancel(message.id)
+            case ResizeCache():
+                answer = self._engine.resize(message)
+                self._connection.send([self._ready(), self._stats(), answer])
             case Drain():
                 self._draining.set()
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from shardwise.config import ModelConfig, ServeConfig
 from shardwise.engine.client import EngineFailed, RequestRefused
 from shardwise.server import responses
+from shardwise.server.admin import CacheBody, CacheSizes, resize_cache
 from shardwise.server.backend import Engine
 from shardwise.server.chat import create_chat_completion
 from shardwise.server.completions import create_completion
@@ -47,7 +48,7 @@ from shardwise.server.tokenizer import Tokenizer
 from shardwise.server.ui import add_ui
 
 _SCHEMA = "#/components/schemas/{model}"
-_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
+_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody, CacheBody)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": responses.ErrorAnswer, "description": text}
     for status, text in (
@@ -191,6 +192,20 @@ def _add_operations(app: FastAPI, services: Services) -> None:
         return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
+def _add_admin(app: FastAPI, services: Services) -> None:
+    """What only the server's owner may do, by its key."""
+
+    @app.post(
+        "/admin/cache",
+        response_model=CacheSizes,
+        responses={**_ERRORS, 409: {"model": responses.ErrorAnswer, "description": "It does not fit; nothing moved."}},
+        openapi_extra=_body_of(CacheBody),
+    )
+    async def cache(request: Request) -> Response:
+        """Move memory between KV cache and slots of experts. What runs goes on."""
+        return await resize_cache(services, request)
+
+
 def create_app(
     config: ServeConfig,
     client: Engine,
@@ -229,6 +244,8 @@ def create_app(
     _add_api(app, services)
     _add_agents(app, services)
     _add_operations(app, services)
+    if config.api_key:
+        _add_admin(app, services)
     if config.ui:
         add_ui(app, services)
     for error in (ApiError, RequestRefused, EngineFailed, HTTPException):

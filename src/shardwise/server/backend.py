@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from shardwise.engine.messages import Picture, Ready, SamplingParams, Stats, Tokens
+from shardwise.engine.messages import CacheResized, Picture, Ready, SamplingParams, Stats, Tokens
 
 
 class Engine(Protocol):
@@ -20,6 +20,10 @@ class Engine(Protocol):
 
     @property
     def draining(self) -> bool: ...
+
+    async def resize(self, request_id: str, expert_slots: int = 0, kv_tokens: int = 0) -> CacheResized:
+        """Move memory between KV cache and slots of experts, to so many of either. Raises EngineFailed."""
+        ...
 
     def generate(
         self,

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 DRAIN_S = 5.0
-GUARDED = ("/v1", "/ui/state", "/tokenize", "/detokenize")  # by the key, beside all below /v1
+GUARDED = ("/v1", "/ui/state", "/tokenize", "/detokenize", "/admin/cache")  # by the key, beside all below /v1
 WATCHED = ("/health", "/metrics", "/ui/state")  # asked for every few seconds, which is no news
 
 
