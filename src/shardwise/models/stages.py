@@ -17,11 +17,11 @@ Specs = Mapping[str, ParamSpec]
 class Kernels:
     """Kernels that a captured step launches, by stage, the norm and the addition after each included."""
 
-    attention: int = 10
-    delta: int = 9
-    moe: int = 13
-    mlp: int = 4
-    head: int = 8  # with the sampler's
+    attention: int = 7
+    delta: int = 4
+    moe: int = 4
+    mlp: int = 3
+    head: int = 6  # with the sampler's
     embedding: int = 4
 
 
