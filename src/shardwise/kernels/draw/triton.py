@@ -2,7 +2,7 @@
 
 Legend: N rows of L rows of logits, V vocabulary, B ids of a program, P programs of a row.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator
 
