@@ -30,9 +30,12 @@ NARROW = 256  # up to this top_k, candidates are selected; above it, and for top
 class Choosing(Protocol):
     """The operations of kernels/draw for a device."""
 
-    likeliest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    draw: Callable[..., torch.Tensor]
-    draw_among: Callable[..., torch.Tensor]
+    @property
+    def likeliest(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]: ...
+    @property
+    def draw(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def draw_among(self) -> Callable[..., torch.Tensor]: ...
 
 
 class Sampled:
@@ -132,7 +135,7 @@ class _Batch:
 class Sampler:
     """Chooses tokens, and remembers what that needs of each request until `forget`."""
 
-    def __init__(self, ops: Choosing = reference) -> None:  # pyright: ignore[reportArgumentType]
+    def __init__(self, ops: Choosing = reference) -> None:
         self._ops = ops
         self._counts = TokenCounts()
         self._batch: _Batch | None = None
