@@ -234,7 +234,9 @@ def write(best: Mapping[str, Choice], lines: Sequence[dict[str, object]]) -> Non
     """After every line: a kernel that fails for good takes the process with it."""
     name = torch.cuda.get_device_name().replace(" ", "_")
     text = json.dumps(best, indent=0, sort_keys=True)
-    Path(tuning.__file__).with_name("tuned").joinpath(f"{name}.json").write_text(text)
+    folder = Path(tuning.__file__).with_name("tuned")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(text)
     folder = Path(os.environ.get("OUT", "."))
     (folder / f"{name}.json").write_text(text)
     (folder / "tune.json").write_text(json.dumps(lines, indent=1))
