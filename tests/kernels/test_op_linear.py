@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from shardwise.kernels.linear import reference, w8a8
+from shardwise.kernels.linear import dequantise, reference, w8a8
 from shardwise.kernels.linear import triton as fast
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.shard import Partition, Segment
@@ -41,6 +41,16 @@ def test_dequantise_is_values_times_scales(form):
     expected = [naive_element(weight, index) for index in product(*map(range, weight.shape))]
     torch.testing.assert_close(got.flatten(), torch.tensor(expected, dtype=torch.float64))
     assert torch.equal(reference.dequantise(weight, torch.float64, expert=1), got[1])
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("shape", [(40, 144), (33, 48)])
+def test_a_weight_made_plain(form, shape, device):
+    weight = make_weight(shape, form, 1, str(device))
+    for target in (SMALL, NATIVE):
+        got = dequantise.dequantised(operand(weight, target.native_fp8), torch.float32)
+        torch.testing.assert_close(got, reference.dequantise(weight), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear as torch_linear
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.linear import w8a8
+from shardwise.kernels.linear import dequantise, w8a8
 from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
@@ -29,6 +29,7 @@ from shardwise.kernels.linear.tiles import (
     tile_product,
 )
 
+LIBRARY_TOKENS = 512  # from so many on, a quantised weight is made plain (once, not by every tile) for the library
 STREAM_TOKENS = 2  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
 
 
@@ -198,6 +199,8 @@ def linear(
         return out_TO.view(shape)
     if of.kind == 0:
         return _library(x_TK, weight.plain, out_dtype).view(shape)
+    if tokens >= LIBRARY_TOKENS and x_TK.is_cuda and x_TK.element_size() == 2:
+        return _library(x_TK, dequantise.dequantised(of, x_TK.dtype), out_dtype).view(shape)
     return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size())).view(shape)
 
 
@@ -214,6 +217,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """Every configuration for linears of real models; native_fp8: for devices with e4m3 in hardware only."""
     if native_fp8:
         yield from w8a8.compile_cases()
+    yield from dequantise.compile_cases(native_fp8)
     for of, types in linears(native_fp8):
         kinds = types | {"x": "*bf16", "out": "*bf16"}
         for tokens in (1, 2, 4):
