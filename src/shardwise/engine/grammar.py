@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shardwise.engine import guidance, xgrammars
-from shardwise.engine.messages import Grammar
+from shardwise.engine.messages import Grammar, GrammarError
 
-CACHED = 256  # compiled grammars that are kept
+CACHED = 256  # compiled grammars that are kept, and
+CACHED_BYTES = 512 << 20
 BITS = 32
 COMPILE_SECONDS = 10.0
 # What the masks of one answer may take of the engine's time, which others wait for: at first, and by token.
@@ -71,7 +72,10 @@ class Constraint:
     def fill(self, mask_NW: torch.Tensor, row: int) -> None:
         """Write into `row` which tokens may come next; all, if there is a fault."""
         begin_s = time.thread_time()
-        self._matcher.fill(mask_NW, row)
+        try:
+            self._matcher.fill(mask_NW, row)
+        except Exception as error:  # as above
+            self.fault = f"cannot be followed ({type(error).__name__}: {str(error)[:200]})"
         if not self.fault and not bool(mask_NW[row].any()):
             reason = f" ({self._matcher.error})" if self._matcher.error else ""
             self.fault = f"allows no token of this model where the answer has come to{reason}"
@@ -131,12 +135,21 @@ class Grammars:
         if future is None:
             future = self._compiled[grammar.format] = self._pool.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar.format)
-        if len(self._compiled) > CACHED:
+        while len(self._compiled) > 1 and (len(self._compiled) > CACHED or self._held_bytes() > CACHED_BYTES):
             self._compiled.popitem(last=False)
         return future
 
+    def _held_bytes(self) -> int:
+        done = [each for each in self._compiled.values() if each.done() and not each.exception()]
+        return sum(self._backend.size_bytes(each.result()) for each in done)
+
     def _compile(self, grammar: Grammar) -> Any:
-        return self._backend.compile(grammar)
+        try:
+            return self._backend.compile(grammar)
+        except GrammarError:
+            raise
+        except Exception as error:  # a library's own fault ends the request, not the engine
+            raise GrammarError(f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})") from error
 
     def constraint(self, grammar: Grammar, compiled: Any) -> Constraint:
         """For one answer, from what `compile` came to. Raises GrammarError."""

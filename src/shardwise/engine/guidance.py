@@ -197,6 +197,9 @@ class GuidanceBackend:
         self.matcher(text)
         return text
 
+    def size_bytes(self, compiled: str) -> int:
+        return len(compiled)
+
     def matcher(self, compiled: str) -> GuidanceMatcher:
         import llguidance
 

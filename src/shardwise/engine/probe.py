@@ -1,18 +1,19 @@
-"""A process that compiles grammars only to see whether that comes to an end: one that takes too long, or too much
-memory, or crashes the compiler, is refused, and only this process is lost.
+"""A process that compiles grammars, and follows them for some random tokens, only to see whether that comes to an end:
+one that takes too long, or too much memory, or crashes the compiler, is refused, and only this process is lost.
 
 `python -m shardwise.engine.probe PARENT`: frames (four bytes of length, then msgpack) on standard input and output.
 First the vocabulary, answered when it is ready; then a grammar each, answered by what is wrong with it, or nothing.
 """
 
 import os
+import random
 import resource
 import selectors
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -23,6 +24,9 @@ from shardwise.engine.processes import die_with_parent
 START_SECONDS = 120.0
 MEMORY_BYTES = 4 << 30  # beyond what it takes to start
 NICENESS = 5
+WALK_TOKENS = 100
+WALK_SECONDS = 1.0
+BITS = 32
 
 
 def _send(pipe: BinaryIO, value: Any) -> None:
@@ -55,7 +59,7 @@ class CompileProbe:
             reply = self._ask(child, grammar_format, self._limit_s)
         except TimeoutError:
             self.close()
-            raise GrammarError(f"takes more than {self._limit_s:g} s to compile; make it simpler") from None
+            raise GrammarError(f"takes more than {self._limit_s:g} s to compile and try; make it simpler") from None
         except (EOFError, OSError):
             self.close()
             raise GrammarError("is more than its compiler can take (memory, or depth); make it simpler") from None
@@ -94,6 +98,29 @@ class CompileProbe:
         return _receive(child.stdout)
 
 
+def _walk(compiled: Any, vocab_size: int, eos: Sequence[int]) -> str:
+    """Follow some answer, not to an end if it can go on; what is wrong if its masks take too long."""
+    import torch
+    import xgrammar
+
+    matcher, source = xgrammar.GrammarMatcher(compiled), random.Random(0)
+    mask_NW = torch.full((1, -(-vocab_size // BITS)), -1, dtype=torch.int32)
+    spent_s = 0.0
+    for done in range(1, WALK_TOKENS + 1):
+        begin_s = time.process_time()
+        matcher.fill_next_token_bitmask(mask_NW)
+        spent_s += time.process_time() - begin_s
+        bits_V = (mask_NW[0].unsqueeze(1) >> torch.arange(BITS, dtype=torch.int32)) & 1
+        allowed = sorted({*bits_V.flatten().nonzero().flatten().tolist()} - {*eos})
+        begin_s = time.process_time()
+        if not allowed or not matcher.accept_token(source.choice(allowed)) or matcher.is_terminated():
+            break
+        spent_s += time.process_time() - begin_s
+        if spent_s > WALK_SECONDS:
+            return f"takes {spent_s / done * 1000:.0f} ms a token to follow; make it simpler"
+    return ""
+
+
 def main() -> None:
     """Answer until standard input ends."""
     die_with_parent(int(sys.argv[1]))
@@ -102,7 +129,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no reply
     from shardwise.engine.xgrammars import make_compiler, parse
 
-    compiler = make_compiler(*_receive(sys.stdin.buffer), cache=False)
+    vocabulary = _receive(sys.stdin.buffer)
+    compiler = make_compiler(*vocabulary)
     with open("/proc/self/statm", encoding="ascii") as file:
         size_bytes = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
@@ -114,7 +142,7 @@ def main() -> None:
             return
         began_s, problem = time.monotonic(), ""
         try:
-            compiler.compile_grammar(parse(Grammar(grammar_format)))
+            problem = _walk(compiler.compile_grammar(parse(Grammar(grammar_format))), *vocabulary[1:])
         except GrammarError as error:
             problem = str(error)
         except MemoryError:

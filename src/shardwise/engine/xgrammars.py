@@ -9,7 +9,6 @@ import torch
 from shardwise.engine.messages import Grammar, GrammarError
 from shardwise.engine.probe import CompileProbe
 
-COMPILER_CACHE_BYTES = 512 * 2**20
 COMPILER_THREADS = 4
 
 
@@ -24,17 +23,14 @@ def parse(grammar: Grammar) -> Any:
         raise GrammarError(text[:400] or type(error).__name__) from None
 
 
-def make_compiler(tokens: Sequence[str], vocab_size: int, eos: Sequence[int], cache: bool = True) -> Any:
-    """An xgrammar.GrammarCompiler for a byte-level vocabulary."""
+def make_compiler(tokens: Sequence[str], vocab_size: int, eos: Sequence[int]) -> Any:
+    """An xgrammar.GrammarCompiler for a byte-level vocabulary, without its cache: that is slow with large grammars."""
     import xgrammar
 
     info = xgrammar.TokenizerInfo(
         list(tokens), xgrammar.VocabType.BYTE_LEVEL, vocab_size=vocab_size, stop_token_ids=list(eos)
     )
-    cache_bytes = COMPILER_CACHE_BYTES if cache else -1
-    return xgrammar.GrammarCompiler(
-        info, max_threads=COMPILER_THREADS, cache_enabled=cache, cache_limit_bytes=cache_bytes
-    )
+    return xgrammar.GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=False)
 
 
 class XgrammarMatcher:
@@ -82,6 +78,9 @@ class XgrammarBackend:
             return self._compiler.compile_grammar(parsed)
         except Exception as error:
             raise GrammarError(str(error)[:400]) from error
+
+    def size_bytes(self, compiled: Any) -> int:
+        return compiled.memory_size_bytes
 
     def matcher(self, compiled: Any) -> XgrammarMatcher:
         import xgrammar

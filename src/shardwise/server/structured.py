@@ -1,6 +1,7 @@
 """Structured output: what a request asks for becomes one grammar, checked here before the engine compiles it."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ UNSUPPORTED = frozenset({
 _ONE_SCHEMA = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
+LOOKAROUND = re.compile(r"\(\?<?[=!]")
 Format = dict[str, Any]
 
 
@@ -37,6 +39,10 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((key, item) for item in (inner.values() if isinstance(inner, Mapping) else ()))
 
 
+def _keys(mapping: Any) -> Iterator[Any]:
+    yield from mapping if isinstance(mapping, Mapping) else ()
+
+
 def check_schema(schema: Any, param: str, depth: int = 0) -> None:
     """Raises ApiError (400) that names the first keyword which a grammar cannot keep to."""
     if not isinstance(schema, Mapping):
@@ -49,8 +55,15 @@ def check_schema(schema: Any, param: str, depth: int = 0) -> None:
     reference = schema.get("$ref")
     if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
         raise invalid(f"{param}: the schema's '$ref' {reference[:80]!r} is not within it", param, "unsupported_schema")
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) != 1:
         raise invalid(f"{param}: the schema's keyword 'allOf' is supported with one entry", param, "unsupported_schema")
+    for pattern in (schema.get("pattern"), *_keys(schema.get("patternProperties"))):
+        if isinstance(pattern, str) and LOOKAROUND.search(pattern):
+            raise invalid(
+                f"{param}: the schema's 'pattern' {pattern[:80]!r} looks ahead or behind, which is not supported",
+                param,
+                "unsupported_schema",
+            )
     for _, inner in _inner(schema):
         check_schema(inner, param, depth + 1)
 
