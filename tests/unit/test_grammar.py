@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engine.engine import Engine
 from shardwise.engine import xgrammars
+from shardwise.engine.engine import Engine
 from shardwise.engine.grammar import Grammars, mask, parse
 from shardwise.engine.messages import Failed, Grammar, GrammarError
 from shardwise.engine.probe import _walk
@@ -167,7 +167,8 @@ def test_what_does_not_compile_in_time_is_refused_and_the_next_compiles() -> Non
         made.close()
 
 
-def test_what_takes_long_to_follow_is_found_by_trying() -> None:
+def test_what_takes_long_to_follow_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.engine.probe.WALK_SECONDS", 0.1)
     compiler = make_compiler(TOKENS, VOCAB, [EOS])
     slow = ebnf('root ::= x x\nx ::= "a" | x x x | x x | ""')
     assert "ms a token to follow" in _walk(compiler.compile_grammar(xgrammars.parse(slow)), VOCAB, [EOS])

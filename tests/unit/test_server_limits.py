@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -72,6 +73,41 @@ async def test_over_long_prompts_are_refused_unread(path: str, monkeypatch: pyte
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "512" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/chat/completions", {"messages": USER * 10_001}, "messages"),
+        ("/v1/responses", {"input": USER * 10_001}, "input"),
+        ("/v1/messages", {"model": "miniature", "max_tokens": 3, "messages": USER * 10_001}, "messages"),
+    ],
+)
+async def test_too_many_messages_are_a_400(path: str, more: dict[str, Any], param: str) -> None:
+    async with client(make_app(FakeEngine(saying("x")))) as http:
+        answer = await http.post(path, json=more)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{param}: List should have at most 10000 items")
+
+
+async def test_a_million_token_ids_do_not_hold_up_the_event_loop() -> None:
+    """The longest that a callback of the loop takes, in its own computing time."""
+    longest_s, run = 0.0, asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal longest_s
+        begin_s = time.thread_time()
+        run(handle)
+        longest_s = max(longest_s, time.thread_time() - begin_s)
+
+    body = msgspec.json.encode({"prompt": [77] * 1_000_000})
+    async with client(make_app(FakeEngine(saying("x")))) as http:
+        await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", timed)
+            answer = await http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert longest_s < 0.03
 
 
 async def test_long_bodies_are_not_parsed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ async def create_completion(services: Services, http: Request) -> Response:
     request = await services.parse(CompletionBody, body)
     header = Header.make(http.state.request_id, "cmpl", services.model_name(request.model))
     limits = services.limits()
-    given = request.prompts(services.model_config.vocab_size)
+    given = await services.tokenizer.run(len(body), request.prompts, services.model_config.vocab_size)
 
     def tokenise() -> list[tuple[str, list[int]]]:
         tokenizer = services.tokenizer

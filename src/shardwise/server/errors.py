@@ -59,9 +59,10 @@ def _param(location: tuple[int | str, ...]) -> str | None:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """One of the faults that pydantic found: the deepest, as in a union that is the branch which fits best."""
+    """One of the faults that pydantic found: the deepest, as in a union that is the branch which fits best; of equally
+    deep ones rather what is wrong with a value than that it is of another type."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda fault: len(fault["loc"]))
+    fault = max(faults, key=lambda fault: (len(fault["loc"]), not fault["type"].endswith("_type")))
     if fault["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON in UTF-8: {fault['msg']}", code="invalid_json")
     # A key of the caller's may be megabytes long, or hold what a terminal would obey.

@@ -18,6 +18,7 @@ from shardwise.server.errors import from_validation, invalid
 
 MAX_CHOICES = 1024  # answers of one request: prompts times n
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 10_000  # of one request: checking more would hold everyone up, and no context has room for them
 Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -144,7 +145,7 @@ class CompletionBody(GenerateBody):
     def prompts(self, vocab_size: int) -> list[str | list[int]]:
         """The prompts, one or many. Raises ApiError; token ids must be under vocab_size."""
         value = self.prompt
-        if isinstance(value, list) and value and all(type(item) is int for item in value):
+        if isinstance(value, list) and set(map(type, value)) == {int}:
             value = [value]
         many: list[Any] = value if isinstance(value, list) else [value]
         if not many:
@@ -253,7 +254,7 @@ def as_given(value: Any, check: Callable[[Any], Any]) -> Any:
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -300,6 +301,8 @@ class ChatBody(GenerateBody):
 
 def check_token_ids(tokens: list[Any], vocab_size: int, where: str) -> None:
     """Raises ApiError unless all are whole numbers under vocab_size."""
+    if set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab_size:
+        return
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             shown = repr(token)[:40]

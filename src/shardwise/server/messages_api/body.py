@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
 
 from shardwise.server.errors import from_validation, invalid
 from shardwise.server.messages import with_one_system
-from shardwise.server.requests import Body, ChatBody, EchoBody, Ignored, StopString
+from shardwise.server.requests import MAX_MESSAGES, Body, ChatBody, EchoBody, Ignored, StopString
 
 
 class TextBlock(EchoBody):
@@ -138,7 +138,7 @@ class CountBody(Body):
     """What makes up a prompt."""
 
     model: str
-    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, V
 
 from shardwise.server.errors import from_validation, invalid
 from shardwise.server.messages import with_one_system
-from shardwise.server.requests import Body, ChatBody, EchoBody, Ignored
+from shardwise.server.requests import MAX_MESSAGES, Body, ChatBody, EchoBody, Ignored
 
 
 class ContentItem(EchoBody):
@@ -136,7 +136,7 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(fail_fast=True)]
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
