@@ -90,7 +90,7 @@ async def drive(url: str, root: psutil.Process, count: int, warm: int, seed: int
     source, outcomes, taken = random.Random(seed), Counter[str](), 0
     watched = processes(root)
     samples: dict[str, list[tuple[int, float]]] = {name: [] for name in watched}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT, keepalive_expiry=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
 
         async def worker() -> None:
