@@ -4,12 +4,17 @@ Every answer must be what transformers says (tests/golden/miniature_hf.json), ev
 error shape, and in the end no page of KV cache and no row of state be in use.
 
     python -m benchmarks.soak --requests 500 --ranks 2 --json benchmarks/results/soak-cpu.json
+    python -m benchmarks.soak --requests 256 --streams --json benchmarks/results/soak-streams-cpu.json
+
+`--streams`: all are streams of mixed length. Some clients read slowly through small buffers (and get all in the end),
+some vanish in the middle; long answers to one question must be the same whoever reads them.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -27,6 +32,10 @@ from tests.golden import eval as evaluation
 NEAR_TIE = 1e-3  # logits; what closer leads decide is up to rounding
 SETTLE_SECONDS = 30.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "state_rows_used")
+STREAMS = {"stream": 40, "slow stream": 20, "long stream": 10, "slow long stream": 10, "leaves a stream": 20}
+LONG_TOKENS = 400
+SLOW_SECONDS = 0.02  # between two events
+SMALL_BUFFER_BYTES = 4096
 KINDS = {"whole": 45, "stream": 30, "leaves a stream": 10, "leaves": 5, "bad": 10}  # shares, of 100
 BAD: tuple[tuple[str, Any, int], ...] = (
     ("no JSON", b'{"prompt": ', 400),
@@ -71,12 +80,12 @@ class Report:
         return not self.wrong and not any(self.gauges.values())
 
 
-def asks(count: int, seed: int) -> Iterator[Ask]:
+def asks(count: int, seed: int, kinds: Mapping[str, int] = KINDS) -> Iterator[Ask]:
     """`count` requests; the same for the same seed."""
     source = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(evaluation.miniature())
     golden, cases = evaluation.golden(), evaluation.load_cases()
-    for kind in source.choices(list(KINDS), list(KINDS.values()), k=count):
+    for kind in source.choices(list(kinds), list(kinds.values()), k=count):
         if kind == "bad":
             name, body, status = source.choice(BAD)
             yield Ask(f"bad: {name}", body, status=status)
@@ -84,6 +93,11 @@ def asks(count: int, seed: int) -> Iterator[Ask]:
         case = source.choice(cases)
         right = golden[case.id]
         most = source.randint(1, case.max_tokens)
+        if "long" in kind:
+            prompt = evaluation.prompt_ids(tokenizer, cases[0])
+            body = {"prompt": prompt, "max_tokens": LONG_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+            yield Ask(kind, {**body, "return_token_ids": True})
+            continue
         body = {
             "prompt": evaluation.prompt_ids(tokenizer, case), "max_tokens": most, "temperature": 0,
             "return_token_ids": True, "stream": "stream" in kind,
@@ -127,6 +141,8 @@ async def send_stream(client: httpx.AsyncClient, request: httpx.Request, ask: As
             if "error" in event:
                 return f"wrong: {event}", 0
             events += 1
+            if "slow" in ask.kind:
+                await asyncio.sleep(SLOW_SECONDS)
             tokens += event["choices"][0]["token_ids"]
             reason = event["choices"][0]["finish_reason"] or reason
             if ask.leave_after and events >= ask.leave_after and not reason:
@@ -138,6 +154,10 @@ async def send_stream(client: httpx.AsyncClient, request: httpx.Request, ask: As
 
 
 def judge(ask: Ask, tokens: list[int], reason: str | None) -> tuple[str, int]:
+    if "long" in ask.kind:
+        return (f"ran {hash(tuple(tokens))}" if len(tokens) == LONG_TOKENS else f"wrong: {len(tokens)} tokens"), len(
+            tokens
+        )
     if not ask.excused and (tuple(tokens) != ask.expected or reason not in ("stop", "length")):
         return f"wrong: {tokens} ({reason}), not {list(ask.expected)}", len(tokens)
     return "right", len(tokens)
@@ -158,21 +178,26 @@ async def settled(client: httpx.AsyncClient) -> dict[str, float]:
     return left
 
 
-async def soak(url: str, count: int, seed: int) -> Report:
+async def soak(url: str, count: int, seed: int, kinds: Mapping[str, int] = KINDS) -> Report:
     """Send all requests at once."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        made = list(asks(count, seed))
+    buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)] if kinds is STREAMS else None
+    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=buffer)
+    async with httpx.AsyncClient(base_url=url, timeout=None, transport=transport) as client:
+        made = list(asks(count, seed, kinds))
         begin_s = time.monotonic()
         results = await asyncio.gather(*(send(client, ask) for ask in made))
         seconds = time.monotonic() - begin_s
         left = await settled(client)
         healthy = (await client.get("/health")).status_code == 200
     outcomes = Counter(
-        f"{ask.kind}: {result.partition(':')[0]}" for ask, (result, _) in zip(made, results, strict=True)
+        f"{ask.kind}: {result.partition(':')[0].partition(' ')[0]}"
+        for ask, (result, _) in zip(made, results, strict=True)
     )
     wrong = [f"{ask.kind}: {result}" for ask, (result, _) in zip(made, results, strict=True) if "wrong" in result]
     wrong += [] if healthy else ["/health is not 200"]
+    if len(long := {result for ask, (result, _) in zip(made, results, strict=True) if "long" in ask.kind}) > 1:
+        wrong.append(f"{len(long)} different long answers to one question")
     return Report(count, dict(sorted(outcomes.items())), wrong, left, seconds, sum(tokens for _, tokens in results))
 
 
@@ -183,12 +208,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", action="store_true")
     options = parser.parse_args()
+    kinds = STREAMS if options.streams else KINDS
     if options.url:
-        report = asyncio.run(soak(options.url, options.requests, options.seed))
+        report = asyncio.run(soak(options.url, options.requests, options.seed, kinds))
     else:
         with served(options.ranks) as url:
-            report = asyncio.run(soak(url, options.requests, options.seed))
+            report = asyncio.run(soak(url, options.requests, options.seed, kinds))
     text = json.dumps(
         {"ranks": options.ranks, "seed": options.seed, "passed": report.passed, **asdict(report)}, indent=1
     )
