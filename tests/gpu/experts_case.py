@@ -179,10 +179,11 @@ def answers(env: RankEnvironment, options: Mapping[str, Any]) -> dict[str, Any]:
     """How many of the miniature's answers differ from those of resident experts, and from transformers'."""
     runs = dict[str, dict[str, list[int]]]()
     figures = dict[str, Any]()
-    for mode, slots, requests in (("resident", 0, 64), ("offload", 2, 3)):  # three want 6 of 8 experts: graphs
+    for mode, slots, requests in (("resident", 0, 16), ("offload", 2, 3)):  # three want 6 of 8 experts: graphs
+        chosen = {**options, "experts": mode}
         serve = ServeConfig(
-            model=str(resolve("")), ranks=env.world, dtype="float32", experts=mode, expert_slots=slots,
-            max_num_seqs=requests, max_model_len=4096, kv_tokens=65536, prefix_cache=False, **options,
+            model=str(resolve("")), ranks=env.world, dtype="float32", expert_slots=slots, max_num_seqs=requests,
+            max_model_len=4096, kv_tokens=65536, prefix_cache=False, **chosen,
         )  # fmt: skip
         one = build_rank(serve, env)
         leader = Leader(one, serve)

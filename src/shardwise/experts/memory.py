@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def pin(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
     if on_wsl():
         logger.warning("experts: %d bytes are not page-locked, since WSL locks little; copies go through a ring", total)
         return False
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
 
     def lock(place: tuple[int, int]) -> int:
         torch.cuda.set_device(device)

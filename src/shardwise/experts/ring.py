@@ -38,7 +38,8 @@ class Ring:
             buffer = self._buffers[at][: len(values)]
             buffer.copy_(values)
             to.copy_(buffer, non_blocking=True)
-            self._done[at] = torch.cuda.current_stream(target.device).record_event()
+            self._done[at] = event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(target.device))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ class Staging:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy(bank, target)
-            self._filled[layer] = self._stream.record_event()
+            self._filled[layer] = event = torch.cuda.Event()
+            event.record(self._stream)
 
     def _copy(self, bank: LayerBank, target: LayerBank) -> None:
         for source, place, own in zip(bank.tensors, target.tensors, per_expert(bank), strict=True):

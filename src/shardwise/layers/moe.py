@@ -81,6 +81,7 @@ class Experts(Protocol):
         shared_gate_up: Sequence[Weight],
         shared_down: Sequence[Weight],
         gate_T1: torch.Tensor,
+        /,
     ) -> torch.Tensor:
         """As ops.moe_shared, without its banks."""
         ...

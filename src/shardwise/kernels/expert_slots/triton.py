@@ -3,7 +3,7 @@
 Nothing waits for the host, so that a CUDA graph holds steps with hits and with misses alike.
 Legend: T tokens, k experts a token, M = T * k pairs, E experts, S slots, F copies at most, N tiles of an expert.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from collections.abc import Iterator
 
