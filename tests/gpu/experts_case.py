@@ -220,7 +220,8 @@ def main() -> None:
         finish(args, answers(env, options))
         return
     begin_s = time.monotonic()
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 1 << 60
+    place = env.local_rank if torch.cuda.is_available() else None
+    total = 1 << 60 if place is None else torch.cuda.get_device_properties(place).total_memory
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, load_format="dummy", max_model_len=8192, max_num_seqs=4,
         gpu_memory_utilization=min(0.95, 0.95 * args.card_gib * (1 << 30) / total), experts=args.experts,
