@@ -2,9 +2,9 @@
 
     python -m benchmarks.loop_lag --json benchmarks/results/loop-lag.json
 
-The application runs in a process of its own, over an engine that answers at once. In its event loop something is due every
-10 ms; `late` is how much later it came (wall time: other work on the machine counts), `callback` how much of the CPU the
-loop's callbacks took, one by one (other work does not count). Milliseconds.
+The application runs in a process of its own, over an engine that answers at once. In its event loop something is due
+every 10 ms; `late` is how much later it came (wall time: other work on the machine counts), `callback` how much of the
+CPU the loop's callbacks took, one by one (other work does not count). Milliseconds.
 """
 
 import argparse
@@ -68,15 +68,17 @@ def many_messages(source: random.Random) -> bytes:
 def kinds(source: random.Random) -> dict[str, tuple[int, list[tuple[str, bytes, dict[str, str]]]]]:
     """By name: how many at once, and the requests."""
     auth = {"authorization": f"Bearer {KEY}"}
+    ids = json.dumps({"prompt": [77] * 1_000_000}).encode()
+    forced = chat("hello", tools=tools(source)[:80], tool_choice="required")
     long = [(CHAT, chat(words(source, PROMPT_TOKENS // 3)), auth) for _ in range(4)]
     return {
         "nothing": (1, []),
         "prompts of 32,000 tokens": (4, long * 6),
         "bodies of 10 MB, one text": (2, [(CHAT, chat("x " * 5_000_000), auth)] * 6),
         "bodies of 10 MB, 100,000 messages": (2, [(CHAT, many_messages(source), auth)] * 4),
-        "bodies of 5 MB, a list of 1,000,000 token ids": (2, [(COMPLETIONS, json.dumps({"prompt": [77] * 1_000_000}).encode(), auth)] * 6),
+        "bodies of 5 MB, a list of 1,000,000 token ids": (2, [(COMPLETIONS, ids, auth)] * 6),
         "1 MB of tool schemas": (2, [(CHAT, chat("hello", tools=tools(source)), auth)] * 8),
-        "1 MB of tool schemas, forced": (2, [(CHAT, chat("hello", tools=tools(source)[:80], tool_choice="required"), auth)] * 4),
+        "1 MB of tool schemas, forced": (2, [(CHAT, forced, auth)] * 4),
         "JSON 100,000 deep": (4, [(CHAT, deep(100_000), auth)] * 40),
         "bad UTF-8, 1 MB": (4, [(CHAT, b'{"messages": "' + b"\xff" * 1_000_000 + b'"}', auth)] * 40),
         "wrong keys": (16, [(MESSAGES, chat("x"), {"x-api-key": f"wrong {i}"}) for i in range(400)]),

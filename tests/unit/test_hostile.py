@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.commands.serve import http_server
 from shardwise.config import ServeConfig
+from shardwise.server.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
 from tests.unit.server_fixtures import client, make_app, saying
 
@@ -119,8 +120,9 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-async def test_heads_that_are_none(head: bytes) -> None:
+async def test_heads_that_are_none(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the server's own HTTP, which goes on to serve."""
+    monkeypatch.setattr(Tokenizer, "close", lambda self: None)  # other tests use it after this server's end
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(9)
