@@ -220,7 +220,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     yield from dequantise.compile_cases(native_fp8)
     for of, types in linears(native_fp8):
         kinds = types | {"x": "*bf16", "out": "*bf16"}
-        for tokens in (1, 2, 4):
+        for tokens in (1, STREAM_TOKENS):
             chosen = stream_config(of, tokens)
             constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk}
             yield CompileCase(_stream_kernel, signature(_stream_kernel, constexprs, kinds), constexprs, chosen.warps, 1)
