@@ -25,6 +25,7 @@ import torch
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.delta import triton as delta
+from shardwise.kernels.linear.tiles import target_of
 from shardwise.kernels.linears import reference as linears_reference
 from shardwise.kernels.linears import triton as linears
 from shardwise.kernels.sequences import Sequences
@@ -233,7 +234,9 @@ def tune(bench: Bench, form: str, tokens: int, best: dict[str, Choice]) -> dict[
 def write(best: Mapping[str, Choice], lines: Sequence[dict[str, object]]) -> None:
     """After every line: a kernel that fails for good takes the process with it."""
     name = torch.cuda.get_device_name().replace(" ", "_")
-    text = json.dumps(best, indent=0, sort_keys=True)
+    shared_kib = target_of(torch.device("cuda", 0)).shared_kib
+    lines_of = [f"{json.dumps(key)}: {json.dumps(best[key])}" for key in sorted(best)]
+    text = ",\n".join([f'{{"{tuning.SHARED_KIB}": [{shared_kib}]', *lines_of]) + "}\n"
     folder = Path(tuning.__file__).with_name("tuned")
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(text)

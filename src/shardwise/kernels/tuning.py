@@ -4,11 +4,12 @@ A GPU without a file, and a size that a file lacks, get what the kernels' own ru
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
 BUCKETS = (1, 4, 16, 64, 128)  # tokens; other numbers take the next one's choice, and more than the last have none
+SHARED_KIB = "shared_kib"  # a key of its own
 KINDS = ("bf16", "fp8", "fp4", "fp4")
 
 
@@ -17,6 +18,14 @@ def table(name: str) -> Mapping[str, Sequence[int]]:
     """Choices by key (see `key`) of the GPU `name`, as torch calls it; empty without a file."""
     file = files("shardwise.kernels") / "tuned" / f"{name.replace(' ', '_')}.json"
     return json.loads(file.read_text()) if name and file.is_file() else {}
+
+
+def measured(native_fp8: bool = True) -> Iterator[tuple[str, int]]:
+    """GPUs that have a file, with the KiB of shared memory of a program; none without e4m3 in hardware."""
+    folder = files("shardwise.kernels") / "tuned"
+    if native_fp8 and folder.is_dir():
+        names = [file.name.removesuffix(".json").replace("_", " ") for file in folder.iterdir()]
+        yield from ((name, table(name)[SHARED_KIB][0]) for name in sorted(names))
 
 
 def bucket(tokens: int) -> int:

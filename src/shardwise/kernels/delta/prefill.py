@@ -324,6 +324,11 @@ def compile_cases() -> Iterator[CompileCase]:
     for kind in ("*bf16", "*fp32"):
         types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), kind) | ints | floats
         both, scan, _ = _config(32, 128, 128, tl.bfloat16)
+        for name, kib in tuning.measured():
+            _, chosen, warps = _config(32, 128, 128, tl.bfloat16, name)
+            constants = both | chosen
+            signed = signature(scan_kernel, constants, types)
+            yield CompileCase(scan_kernel, signed, constants, warps, STAGES, kib * 1024)
         yield CompileCase(block_kernel, signature(block_kernel, both, types), both, WARPS, STAGES)
         constants = both | scan
         yield CompileCase(scan_kernel, signature(scan_kernel, constants, types), constants, WARPS, STAGES)

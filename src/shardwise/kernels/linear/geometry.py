@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from shardwise.kernels import tuning
 from shardwise.kernels.linear.tiles import Operand, Target
 
 EMPTY_VALUES = {0: torch.bfloat16, 1: torch.uint8, 3: torch.int32}
@@ -61,9 +62,11 @@ def banks(native_fp8: bool) -> Iterator[tuple[Case, Case]]:
 
 
 def per_card(choose: Callable[[Target], Iterable[Config]], native_fp8: bool) -> Iterator[tuple[Config, int]]:
-    """Every configuration with the shared memory, in bytes, of cards that are given it; 0 if all are."""
+    """Every configuration, measured ones, too, with the shared memory, in bytes, of cards given it; 0 if all are."""
     chosen = {kib: set(choose(Target(native_fp8, kib))) for kib in SHARED_KIB}
     common = set.intersection(*chosen.values())
+    for name, kib in tuning.measured(native_fp8):
+        chosen[kib] = chosen[kib] | set(choose(Target(native_fp8, kib, name)))
     yield from ((config, 0) for config in common)
     for kib, configs in chosen.items():
         yield from ((config, kib * 1024) for config in configs - common)

@@ -213,6 +213,15 @@ def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype
     return torch_linear(x_TK.float(), weight_OK.float()).to(out_dtype)
 
 
+def _streams(of: Operand, native_fp8: bool) -> Iterator[tuple[int, Stream, int]]:
+    """Tokens, configurations and the shared memory of the cards that are given them; 4 tokens where measured only."""
+    for tokens in (1, STREAM_TOKENS):
+        yield tokens, stream_config(of, tokens), 0
+    for name, kib in tuning.measured(native_fp8):
+        for tokens in (1, 4):
+            yield tokens, stream_config(of, tokens, name), kib * 1024
+
+
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """Every configuration for linears of real models; native_fp8: for devices with e4m3 in hardware only."""
     if native_fp8:
@@ -220,12 +229,17 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     yield from dequantise.compile_cases(native_fp8)
     for of, types in linears(native_fp8):
         kinds = types | {"x": "*bf16", "out": "*bf16"}
-        for tokens in (1, STREAM_TOKENS):
-            chosen = stream_config(of, tokens)
+        for tokens, chosen, shared_bytes in _streams(of, native_fp8):
             constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk}
-            yield CompileCase(_stream_kernel, signature(_stream_kernel, constexprs, kinds), constexprs, chosen.warps, 1)
+            signed = signature(_stream_kernel, constexprs, kinds)
+            yield CompileCase(_stream_kernel, signed, constexprs, chosen.warps, 1, shared_bytes)
         sizes = (16, 64, 1024) if of.kind else ()
-        choices = per_card(lambda card, of=of, sizes=sizes: [tiled_config(of, n, card) for n in sizes], native_fp8)
+        choices = per_card(
+            lambda card, of=of, sizes=sizes: [
+                tiled_config(of, n, card) for n in (*sizes, *((128,) if card.name and sizes else ()))
+            ],
+            native_fp8,
+        )
         for config, shared_bytes in choices:
             step = -(-of.layout[3] // config.BK // config.splits) * config.BK
             constexprs = {"W": of.layout, "BO": config.BO, "BT": config.BT, "BK": config.BK, "SPLIT_K": step}

@@ -229,14 +229,31 @@ def tile_config(operands: Sequence[Operand], target: Target, wide: bool) -> Tile
     return Tile(rows, 16, 32 if wide else 256 if roomy else 128, 4, 2 if wide else 4 if roomy else 3)
 
 
+def _measured_cases(cases: Sequence[Case], taps: int, gpu: str, kib: int) -> Iterator[CompileCase]:
+    """The kernel for some tokens as it was measured best on `gpu`, which has `kib` of shared memory."""
+    operands = [each.of for each in cases]
+    for tokens in tuning.BUCKETS:
+        found = tuning.choice(gpu, "linears", [of.layout for of in operands], tokens)
+        if found and found[0] == BY_TILES:
+            config = Tile(*found[1:])
+            constexprs = tile_constants(operands, taps, config) | {"PDL": False}
+            yield _case(tile_linears_kernel, cases, constexprs, config[-2:], kib * 1024)
+
+
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """The projections of GatedDeltaNet and of attention in 35B-A3B, in the formats of checkpoints."""
     plain, router = case(64, 2048, "bf16", native_fp8), case(257, 2048, "bf16", native_fp8)
     for kind in ("bf16", "fp8_block", "nvfp4"):
         delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for cases, taps in ((delta, 4), ((case(9216, 2048, kind, native_fp8),), 0)):
-            constexprs, warps = stream_constants([each.of for each in cases], True, taps)
-            yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), 0)
+            operands = [each.of for each in cases]
+            for name, kib in (("", 0), *tuning.measured(native_fp8)):
+                constexprs, warps = stream_constants(operands, True, taps, name)
+                yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), kib * 1024)
+                yield from _measured_cases(cases, taps, name, kib)
+        for name, kib in tuning.measured(native_fp8):
+            for cases in ((case(2048, 4096, kind, native_fp8),), (router,)):
+                yield from _measured_cases(cases, 0, name, kib)
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("bf16", "fp8_block", "nvfp4"):

@@ -243,16 +243,26 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     for up, down in banks(native_fp8):
         if down.of.layout[3] == 64:  # a width as any other for these kernels
             continue
-        for config, shared_bytes in per_card(lambda card, of=up.of: _configs(of, card), native_fp8):
+        for config, shared_bytes in per_card(
+            lambda card, up=up.of, down=down.of: _configs(up, card, up, down), native_fp8
+        ):
             tile = {"W": up.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK}
             constexprs = tile | {"TOP_K": 8, "BI": config.BO // 2}
             signed = signature(grouped_gate_up_kernel, constexprs, types | up.types)
             yield CompileCase(grouped_gate_up_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
-        for config, shared_bytes in per_card(lambda card, of=down.of: _configs(of, card), native_fp8):
+        for config, shared_bytes in per_card(
+            lambda card, up=up.of, down=down.of: _configs(down, card, up, down), native_fp8
+        ):
             constexprs = {"W": down.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK, "BO": config.BO}
             signed = signature(grouped_down_kernel, constexprs, types | down.types)
             yield CompileCase(grouped_down_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
 
 
-def _configs(bank: Operand, card: Target) -> list[Grouped]:
-    return [grouped_config(bank, BT, card, 2) for BT in (16, 32, 64, 128)]
+def _configs(bank: Operand, card: Target, up: Operand, down: Operand) -> list[Grouped]:
+    """Of one of the banks up and down; with what was measured, if `card` has a name."""
+    found = [grouped_config(bank, BT, card, 2) for BT in (16, 32, 64, 128)]
+    if card.name:
+        _, *many = grouped_configs(up, down, 2 * max(tuning.BUCKETS), 256, card, 2)
+        found += [grouped_config(bank, 16, card, 2, tokens) for tokens in (64, 128)]
+        found.append(many[0] if bank is up else many[1])
+    return found

@@ -235,7 +235,9 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
 
 def _cases(kernel: Any, constants: Any, bank: Case, types: dict[str, str], native_fp8: bool) -> Iterator[CompileCase]:
     own = types | bank.types | {f"shared_{name}": kind for name, kind in bank.types.items()}
-    for config, shared_bytes in per_card(lambda card: [matched_config(bank.of, 16, card, 2)], native_fp8):
+    for config, shared_bytes in per_card(
+        lambda card: [matched_config(bank.of, tokens, card, 2) for tokens in (4, 16)], native_fp8
+    ):
         for tokens in (32,) if bank.of.kind == 1 else (16, 32):
             constexprs = constants(bank.of, bank.of, tokens, 8, config) | {"PDL": False}
             signed = signature(kernel, constexprs, own)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
@@ -173,24 +174,27 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     types = dict.fromkeys(("x", "added", "total", "logits", "weights", "gate", "out", "routed", "shared"), "*fp32")
     types |= {"ids": "*i32", "arrivals": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
     router = case(257, 2048, "bf16", native_fp8)
-    constexprs, warps = _route_constants(router.of, 8)
-    constexprs |= {"PDL": False}
-    signed = signature(norm_route_kernel, constexprs, types | router.types)
-    yield CompileCase(norm_route_kernel, signed, constexprs, warps, 1)
+    for name, kib in (("", 0), *tuning.measured(native_fp8)):
+        constexprs, warps = _route_constants(router.of, 8, name)
+        constexprs |= {"PDL": False}
+        signed = signature(norm_route_kernel, constexprs, types | router.types)
+        yield CompileCase(norm_route_kernel, signed, constexprs, warps, 1, kib * 1024)
     types |= {"x": "*bf16", "act": "*bf16", "shared_act": "*bf16"}
     plain = case(1024, 2048, "bf16", native_fp8), case(2048, 512, "bf16", native_fp8)
     for up, down in banks(native_fp8):
         for shared_up, shared_down in ((up, down), plain):
             own = {f"shared_{name}": kind for name, kind in shared_up.types.items()}
-            constexprs, warps = _up_constants(up.of, shared_up.of, 8)
-            constexprs |= {"PDL": False}
-            signed = signature(gate_up_kernel, constexprs, types | up.types | own)
-            yield CompileCase(gate_up_kernel, signed, constexprs, warps, 1)
+            for name, kib in (("", 0), *tuning.measured(native_fp8)):
+                constexprs, warps = _up_constants(up.of, shared_up.of, 8, name)
+                constexprs |= {"PDL": False}
+                signed = signature(gate_up_kernel, constexprs, types | up.types | own)
+                yield CompileCase(gate_up_kernel, signed, constexprs, warps, 1, kib * 1024)
             own = {f"shared_{name}": kind for name, kind in shared_down.types.items()}
-            constexprs, warps = _down_constants(down.of, shared_down.of, 8)
-            constexprs |= {"PDL": False}
-            signed = signature(down_kernel, constexprs, types | down.types | own)
-            yield CompileCase(down_kernel, signed, constexprs, warps, 1)
+            for name, kib in (("", 0), *tuning.measured(native_fp8)):
+                constexprs, warps = _down_constants(down.of, shared_down.of, 8, name)
+                constexprs |= {"PDL": False}
+                signed = signature(down_kernel, constexprs, types | down.types | own)
+                yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)
