@@ -251,7 +251,7 @@ def bench_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--requests", type=COUNT, default=64, metavar="N", help="at each rate (64)")
     group.add_argument("--mix", type=medians, default=(90, 200), metavar="90,200", help="medians: prompt, answer")
     group = parser.add_argument_group("another server")
-    group.add_argument("--url", help="of an OpenAI API, such as http://127.0.0.1:8000; --model: its name there")
+    group.add_argument("--url", help="of an OpenAI API; --model: its name there; MODEL: a folder to tell limits by")
     group.add_argument("--api", choices=["completions", "chat"], default="completions")
     group.add_argument("--api-key", help="of that server", default="")
     group = parser.add_argument_group("results")
@@ -313,7 +313,8 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
     """The options as a ServeConfig whose model is still the name that the user gave. Raises ConfigError."""
     if getattr(options, "config_file", None):
         return msgspec.json.decode(options.config_file.read_bytes(), type=ServeConfig)
-    if options.model_name and options.model_flag and options.model_name != options.model_flag:
+    elsewhere = options.command == "bench" and options.url  # then --model is the name there
+    if options.model_name and options.model_flag and options.model_name != options.model_flag and not elsewhere:
         raise ConfigError(f"two models: {options.model_name} and --model {options.model_flag}; name one")
     ratios = dict(options.ratio or ())
     if len(ratios) != len(options.ratio or ()):

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shardwise.cli import main, make_parser
+from shardwise.cli import main, make_parser, serve_config
 from shardwise.commands import bench
 from shardwise.commands.bench.limits import Bandwidth, ByteLimit, byte_limit
 from shardwise.commands.bench.load import arrivals_s, figures, length_tokens, mix, percentiles
@@ -23,7 +23,7 @@ from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.client import EngineFailed
 from shardwise.parallel.cost import Load
 from tests.fake_engine import FakeEngine
-from tests.unit.balance_cases import planned
+from tests.unit.balance_cases import GEOMETRY, planned
 from tests.unit.server_fixtures import ANSWER, make_app, saying
 
 
@@ -234,17 +234,21 @@ async def connected(transport: httpx.AsyncBaseTransport, model: str = "", api: A
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 async def test_a_server_is_measured_through_its_api(api: API) -> None:
-    """Ours, before an engine that answers at once; its usage says how many tokens there were, events or not."""
+    """Ours, before an engine that is no model; its usage says how many tokens there were, events or not."""
     engine = FakeEngine(saying(ANSWER * 40))
-    app = make_app(engine)
-    target = await connected(httpx.ASGITransport(app=app), api=api)
+    target = await connected(httpx.ASGITransport(app=make_app(engine)), api=api)
     assert target.notes == []
     assert target.limits.max_model_len == 512
     report = Report(target.model, "http://test")
-    options = options_of("--batch", "2", "--new-tokens", "40", "--short-tokens", "4", "--prefill", "2x64")
+    engine.delay_s = 0.004
+    options = options_of(
+        "--batch", "2", "--new-tokens", "24", "--short-tokens", "2", "--prefill", "2x64", "--repeats", "2"
+    )
     await bench.measure(target, options, 0, report, None)
+    engine.delay_s = 0.0
     assert report.prefill[0].prompt_tokens == pytest.approx(64, rel=0.2)
     assert report.decode[0].tokens_per_s is not None
+    assert report.decode[0].tokens_per_s < 2 / 0.004
     found = await target.answer(target.prompt(random.Random(0), 30), 25)
     assert (found.tokens, found.fault) == (25, "")
     load = options_of("--load", "--rate", "200", "inf", "--requests", "5", "--mix", "20,10")
@@ -299,3 +303,19 @@ async def test_a_server_without_the_model_is_told(transport: httpx.MockTransport
     with pytest.raises(ConfigError) as error:
         await connected(transport, model)
     assert words in str(error.value)
+
+
+async def test_the_limit_of_a_server_is_told_by_the_folder_of_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def local(url: str, api_key: str) -> httpx.AsyncClient:
+        return make_client(url, api_key, httpx.ASGITransport(app=make_app(FakeEngine(saying(ANSWER * 40)))))
+
+    monkeypatch.setattr(bench, "make_client", local)
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda config, kind: Bandwidth((4.35e12,) * config.ranks, "told"))
+    folder = str(GEOMETRY / "qwen3.6-35b-a3b")
+    options = options_of(
+        folder, "--model", "miniature", "--short-tokens", "2", "--new-tokens", "24", "--batch", "1", "--prefill"
+    )
+    report = await bench.bench_url(options, serve_config(options))
+    assert report.model == "miniature"
+    assert report.decode[0].step_bytes == pytest.approx(2 * 6.0e9, rel=0.07), "fp32 on a CPU"
+    assert report.prefill == []

@@ -9,6 +9,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from shardwise.commands.bench.limits import ByteLimit, byte_limit, measure_bandwidth
@@ -77,33 +78,46 @@ async def bench_engine(options: argparse.Namespace, config: ServeConfig, limit: 
 
 
 async def bench_url(options: argparse.Namespace, config: ServeConfig) -> Report:
-    """Measure the server at `options.url`."""
+    """Measure the server at `options.url`; MODEL, if given, is what it serves on this machine's devices."""
     async with make_client(options.url, options.api_key) as client:
-        target = await UrlTarget.connect(client, config.model, options.api)
-        report = Report(target.model, options.url, notes=target.notes)
-        report.notes.append("limits are not known behind a URL")
-        await measure(target, options, config.seed, report, None)
+        target = await UrlTarget.connect(client, options.model_flag or "", options.api)
+        report, limit = Report(target.model, options.url, notes=target.notes), None
+        if options.model_name:
+            config = resolve_model(config)
+            if not any(Path(config.model).glob("*.safetensors")):
+                config = msgspec.structs.replace(config, load_format="dummy")  # config.json says all that is needed
+            limit = find_limit(config, report)
+        else:
+            report.notes.append("limits are not known; for them give MODEL, a folder of what is served on this machine")
+        await measure(target, options, config.seed, report, limit)
     return report
+
+
+def find_limit(config: ServeConfig, report: Report) -> ByteLimit | None:
+    """The limit of the ranks of `config` on this machine, noted in `report`; None if its devices cannot be asked."""
+    made = blueprint(config)
+    try:
+        bandwidth = measure_bandwidth(config, made.device_type)
+    except ProbeError as error:
+        report.notes.append(f"limits are not known: {error}")
+        return None
+    report.bandwidth = bandwidth
+    speeds = ", ".join(f"{speed / 1e9:,.4g}" for speed in bandwidth.read_bytes_per_s)
+    report.notes.append(
+        f"limit: the bytes that a step must read (weights once, the experts chosen, keys and values, states) at "
+        f"{speeds} GB/s a rank, measured: {bandwidth.source}; what a cache holds can be faster than that"
+    )
+    if config.experts in ("offload", "hybrid"):
+        report.notes.append("limits are those of a device that holds all experts")
+    return byte_limit(config, made, bandwidth)
 
 
 def engine_report(options: argparse.Namespace, config: ServeConfig) -> Report:
     """Measure the device, then the engine on it."""
     config = settle_split(resolve_model(config))
     check_split(config)
-    made = blueprint(config)
-    report, limit = Report(config.served_model_name[0], "engine", config.ranks), None
-    try:
-        report.bandwidth = measure_bandwidth(config, made.device_type)
-        limit = byte_limit(config, made, report.bandwidth)
-        speeds = ", ".join(f"{speed / 1e9:,.4g}" for speed in report.bandwidth.read_bytes_per_s)
-        report.notes.append(
-            f"limit: the bytes that a step must read (weights once, the experts chosen, keys and values, states) at "
-            f"{speeds} GB/s a rank, measured: {report.bandwidth.source}; what a cache holds can be faster than that"
-        )
-    except ProbeError as error:
-        report.notes.append(f"limits are not known: {error}")
-    if config.experts in ("offload", "hybrid"):
-        report.notes.append("limits are those of a device that holds all experts")
+    report = Report(config.served_model_name[0], "engine", config.ranks)
+    limit = find_limit(config, report)
     asyncio.run(bench_engine(options, config, limit, report))
     return report
 
