@@ -5,6 +5,7 @@ Legend: N pages or rows, B bytes of one over all layers.
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ def _on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
 
 def _pin(tensor: torch.Tensor) -> None:
     """Lock `tensor` in memory as it is: torch's own pinned memory would take up to twice the bytes."""
-    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code:
         logger.warning(
             "%.2f GiB of host memory cannot be pinned (error %d); copies are slower", tensor.nbytes / GIB, code

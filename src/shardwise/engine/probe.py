@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 
@@ -29,13 +29,13 @@ WALK_SECONDS = 1.0
 BITS = 32
 
 
-def _send(pipe: BinaryIO, value: Any) -> None:
+def _send(pipe: IO[bytes], value: Any) -> None:
     payload = msgspec.msgpack.encode(value)
     pipe.write(struct.pack("<I", len(payload)) + payload)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> Any:
+def _receive(pipe: IO[bytes]) -> Any:
     """Raises EOFError."""
     head = pipe.read(4)
     payload = pipe.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
