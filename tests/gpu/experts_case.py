@@ -7,14 +7,15 @@
 of two lengths, the share of experts that were found in slots, bytes copied for a token, host memory, and what copies
 reach by kernels and by the copy engine. Tokens are sampled at temperature 1, since made-up models repeat themselves
 otherwise, and then want the same experts again. `answers` compares all text cases in fp32 with a quarter of the
-experts in slots to those with all of them there, and to transformers'. The process ends itself after `--limit-s`.
+experts in slots, and hybrid, to those with all of them there, and to transformers'. The process ends itself after
+`--limit-s`.
 """
 
 import argparse
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from shardwise.checkpoint.hub import resolve
 from shardwise.checkpoint.index import Source
 from shardwise.config import RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.build import Leader, Rank, build_rank
-from shardwise.engine.messages import Failed, Generate, SamplingParams
+from shardwise.engine.messages import Failed, Generate, ResizeCache, SamplingParams
 from shardwise.experts.bank import Banks, LayerBank, Pairs, banks_of, expert_bytes, layout
 from shardwise.experts.memory import pin, take
 from shardwise.experts.offload import Counts, Offload
 from shardwise.shard import ParamSpec, Partitions
+from tests.golden import eval as evaluation
 from tests.gpu import engine_case
 
 SHORT, MOST_NEW, PROMPT = 24, 256, 128
@@ -175,27 +177,57 @@ def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int]) -> 
     return found
 
 
-def answers(env: RankEnvironment, options: Mapping[str, Any]) -> dict[str, Any]:
-    """How many of the miniature's answers differ from those of resident experts, and from transformers'."""
-    runs = dict[str, dict[str, list[int]]]()
+def answers(env: RankEnvironment, options: Mapping[str, Any], wanted: Sequence[str], every: int) -> dict[str, Any]:
+    """How many of the miniature's answers differ from those of resident experts, and from transformers'.
+
+    Three requests want 6 of 8 experts, which graphs hold. resized: the offloaded server again, with twice the slots.
+    """
+    golden = {str(number): list(each.ids) for number, each in evaluation.golden().items()}
+    cases = evaluation.load_cases()[::every]
+    runs = {"transformers": {str(case.id): golden[str(case.id)] for case in cases}}
     figures = dict[str, Any]()
-    for mode, slots, requests in (("resident", 0, 16), ("offload", 2, 3)):  # three want 6 of 8 experts: graphs
-        chosen = {**options, "experts": mode}
+    for mode in ("resident", "offload", "hybrid"):
+        if mode not in wanted:
+            continue
+        chosen = {**options, "experts": mode, "expert_slots": 0 if mode == "resident" else 2}
         serve = ServeConfig(
-            model=str(resolve("")), ranks=env.world, dtype="float32", expert_slots=slots, max_num_seqs=requests,
+            model=str(resolve("")), ranks=env.world, dtype="float32", max_num_seqs=16 if mode == "resident" else 3,
             max_model_len=4096, kv_tokens=65536, prefix_cache=False, **chosen,
         )  # fmt: skip
+        begin_s = time.perf_counter()
         one = build_rank(serve, env)
         leader = Leader(one, serve)
-        begin_s = time.perf_counter()
-        runs[mode] = engine_case.answers(leader)
-        figures |= {f"{mode}_s": time.perf_counter() - begin_s, f"{mode}_graphs": one.runner.graphs is not None}
-        figures |= {f"{mode}_{name}": value for name, value in vars(counts_of(one.offload)).items()}
+        figures |= {f"{mode}_ready_s": time.perf_counter() - begin_s}
+        answer(leader, mode, cases, runs, figures)
+        if mode == "offload" and "resized" in wanted:
+            told = leader.resize(ResizeCache("", expert_slots=4))
+            figures["resized_to"] = f"{told.expert_slots} slots, {told.kv_tokens} tokens; {told.message or 'done'}"
+            answer(leader, "resized", cases, runs, figures)
         leader.stop()
-    golden = {str(number): list(each.ids) for number, each in engine_case.evaluation.golden().items()}
-    for name, expected in (("resident", runs["resident"]), ("transformers", golden)):
-        figures[f"differ_from_{name}"] = sum(tokens != expected[case] for case, tokens in runs["offload"].items())
-    return figures | {"answers": len(runs["offload"])}
+    return figures | {"answers": len(cases)}
+
+
+def answer(
+    leader: Leader, name: str, cases: Sequence[evaluation.Case], runs: dict[str, dict[str, list[int]]],
+    figures: dict[str, Any],
+) -> None:  # fmt: skip
+    """One run of all cases, compared with all before."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(evaluation.miniature())
+    requests = [(evaluation.prompt_ids(tokenizer, case), case.max_tokens) for case in cases]
+    begin_s, before = time.perf_counter(), counts_of(leader.rank.offload)
+    found = engine_case.generate(leader, requests)
+    runs[name] = {str(case.id): tokens for case, tokens in zip(cases, found, strict=True)}
+    after = counts_of(leader.rank.offload)
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    figures[f"{name}_s"] = time.perf_counter() - begin_s
+    figures[f"{name}_graphs"] = leader.rank.runner.graphs is not None
+    figures[f"{name}_hit_rate"] = hits / max(1, hits + misses)
+    for other in [each for each in runs if each != name]:
+        differing = [case for case, tokens in runs[name].items() if tokens != runs[other][case]]
+        figures[f"{name}_differs_from_{other}"] = len(differing)
+    print(f"{name} done", flush=True)
 
 
 def main() -> None:
@@ -207,6 +239,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=int, default=110)
+    parser.add_argument("--runs", nargs="*", default=["resident", "offload", "resized", "hybrid"], help="of answers")
+    parser.add_argument("--every", type=int, default=1, help="of the cases")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     for name, value in (("device", "auto"), ("kernels", "auto"), ("experts", "offload"), ("ratio", "")):
         parser.add_argument(f"--{name}", default=value)
@@ -217,7 +251,7 @@ def main() -> None:
     options: dict[str, Any] = {"device": args.device, "kernels": args.kernels, "graphs": args.graphs}
     if args.what == "answers":
         assert env.world == 1, "one rank"
-        finish(args, answers(env, options))
+        finish(args, answers(env, options, args.runs, args.every))
         return
     begin_s = time.monotonic()
     place = env.local_rank if torch.cuda.is_available() else None
