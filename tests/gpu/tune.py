@@ -188,7 +188,7 @@ def compile_all(jobs: Sequence[tuple[str, int]], worker: int, workers: int) -> N
     for form, tokens in jobs:
         for bench in benches(form, tokens):
             for part in parts_of(bench.name, form, tokens):
-                for candidate in [None, *part.candidates]:
+                for candidate in [(), *part.candidates]:
                     count += 1
                     if count % workers != worker:
                         continue

@@ -5,7 +5,7 @@ goes onto the result). One set of helpers serves all formats; what differs is co
 
 Legend: B batch of rows, R rows, C chunks of V consecutive elements of `in`, O out, K in, T tokens, E experts.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 from dataclasses import dataclass
 from functools import cache

@@ -5,7 +5,7 @@ the memory is what counts. The program of a pair of token and expert works if no
 Legend: T tokens, H hidden, I intermediate, k experts a token (K in kernels), M = T * k pairs, O rows of a program.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
