@@ -192,7 +192,7 @@ def compile_all(jobs: Sequence[tuple[str, int]], worker: int, workers: int) -> N
                     count += 1
                     if count % workers != worker:
                         continue
-                    with chosen(dict.fromkeys(part.keys(tokens), candidate) if candidate else {}):
+                    with chosen(dict.fromkeys(part.keys(tokens) if candidate else [], candidate)):
                         try:
                             bench.fused(0)
                         except Exception as error:
