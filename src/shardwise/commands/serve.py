@@ -190,7 +190,7 @@ async def announce(config: ServeConfig, client: EngineClient, listener: socket.s
             "ready: http://%s:%d/v1 with %d tokens a request, %d in the KV cache, %d requests at once",
             host, port, ready.max_model_len, ready.kv_tokens, ready.max_num_seqs,
         )  # fmt: skip
-        while client.ready is ready:
+        while (now := client.ready) is not None and now.restarts == ready.restarts:  # sizes may change meanwhile
             await asyncio.sleep(0.5)
         if not client.draining:
             logger.warning("the engine stopped; waiting for it to restart")

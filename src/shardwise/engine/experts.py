@@ -113,8 +113,9 @@ def make_offload(
     banks, pinned = load_banks(those, expert_banks(model), ctx.partitions, ctx.rank, source, ctx.device, cache)
     held_bytes = sum(bank.nbytes for bank in banks.values())
     logger.info(
-        "%d bytes of experts in host memory (%s) in %.1f s",
-        held_bytes, "page-locked" if pinned else "not page-locked", time.monotonic() - begin_s,
+        "%d bytes of experts in host memory%s in %.1f s",
+        held_bytes, "" if ctx.device.type == "cpu" else ", page-locked" if pinned else ", not page-locked",
+        time.monotonic() - begin_s,
     )  # fmt: skip
     pinned = bool(ctx.comm.minimum(int(pinned)))  # graphs are for all ranks or for none
     hybrid = divided(mode, banks, model, ctx, threads) if mode != "offload" else None
