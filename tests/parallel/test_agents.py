@@ -197,16 +197,16 @@ def test_a_tools_round_trip_with_the_responses_api(url: str) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_followed_is_refused_and_others_go_on(url: str) -> None:
-    """A grammar that is no end to follow, in a stream, beside a chat; two requests with one id; an answer too long."""
+    """A grammar that leads nowhere, in a stream, beside a chat; two requests with one id; an answer too long."""
     body = {"model": "miniature", "messages": [{"role": "user", "content": "Count from 1 to 5."}], "temperature": 0}
-    bomb = {**body, "guided_grammar": 'root ::= x x\nx ::= "a" | x x x | x x | ""', "max_tokens": 3000}
+    nowhere = {**body, "guided_grammar": "root ::= root", "max_tokens": 3000}
     with httpx.Client(base_url=f"{url}/v1", timeout=60, headers={"x-request-id": "same"}) as http:
-        with http.stream("POST", "/chat/completions", json={**bomb, "stream": True}) as stream:
+        with http.stream("POST", "/chat/completions", json={**nowhere, "stream": True}) as stream:
             plain = [http.post("/chat/completions", json=body) for _ in range(2)]
             lines = stream.read().decode()
         assert [answer.status_code for answer in plain] == [200, 200]
         assert plain[0].json()["choices"] == plain[1].json()["choices"]
-        assert "guided_grammar: the grammar takes" in lines or "guided_grammar: the grammar took" in lines
+        assert "guided_grammar: the grammar allows no token" in lines
         assert '"type":"invalid_request_error"' in lines
         too_long = http.post("/chat/completions", json={**body, "max_tokens": 2**31 - 1})
         assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "max_tokens")
