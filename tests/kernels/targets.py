@@ -1,29 +1,40 @@
 """Every Triton kernel of the package, compiled without a GPU for every card that is served.
 
-Run as a program, without TRITON_INTERPRET: compiles the cases of the modules named (default: all of
-shardwise.kernels), and prints a JSON list of what each takes. Cards of one vendor need the
-same shared memory for the same configuration, so that configurations are dealt out among them.
+    python -m tests.kernels.targets [--table FILE] [--behind PID] [MODULE ...]
+
+Without TRITON_INTERPRET: compiles the cases of the modules named (default: all of shardwise.kernels), and prints a JSON
+list of what each takes, or writes the page docs/hardware.md. Cards of one vendor need the same shared memory for the
+same configuration, so that configurations are dealt out among them.
 """
 
+import argparse
+import contextlib
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
 import shardwise.kernels
 from shardwise.engine.processes import die_with_parent
 from shardwise.kernels.cases import CompileCase
+from tests.kernels.hardware import page, registers
 
 LARGEST_TILE = 256  # elements; what is longer is the size of a weight
 
@@ -51,6 +62,7 @@ CARDS = (
     Card(GPUTarget("cuda", 120, 32), 99 * 1024),
     Card(GPUTarget("hip", "gfx1201", 32), 64 * 1024),
 )
+LIMITS_BYTES = {card.name: card.shared_bytes for card in CARDS}
 
 
 class Compiled(NamedTuple):
@@ -61,6 +73,8 @@ class Compiled(NamedTuple):
     shared_bytes: int
     limit_bytes: int  # of the smallest card of the vendor that is given the case
     error: str = ""
+    registers: int = 0  # of a thread
+    spilled_bytes: int = 0  # of a thread, on the stack for want of registers
 
 
 def modules() -> list[str]:
@@ -92,10 +106,22 @@ def compile_case(case: CompileCase, card: Card) -> Compiled:
     source = ASTSource(case.kernel, dict(case.signature), dict(case.constexprs), attributes(case))
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:
-        shared_bytes = compile_source(source, target=card.target, options=options).metadata.shared
+        with contextlib.redirect_stdout(io.StringIO()):  # a failing assembler prints the program
+            compiled = compile_source(source, target=card.target, options=options)
     except Exception as error:  # a compiler may fail with anything
         return Compiled(label, card.name, 0, limit_bytes, f"{type(error).__name__}: {error}"[:2000])
-    return Compiled(label, card.name, shared_bytes, limit_bytes)
+    return Compiled(label, card.name, compiled.metadata.shared, limit_bytes, "", *registers(told(compiled)))
+
+
+def told(compiled: CompiledKernel) -> str:
+    """What the vendor's tools say of a program's registers."""
+    if "amdgcn" in compiled.asm:
+        return compiled.asm["amdgcn"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", binary.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def variant(case: CompileCase) -> tuple[Any, ...]:
@@ -151,14 +177,36 @@ def compile_job(module: str, index: int) -> Compiled:
     return compile_case(*jobs(module)[index])
 
 
-def main(names: Sequence[str]) -> None:
+def compile_all(names: Sequence[str]) -> list[dict[str, Any]]:
     """All jobs of the modules, on all cores; workers are forked, so that they have the modules already."""
     todo = [(name, index) for name in names for index in range(len(jobs(name)))]
     with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), die_with_parent, (os.getpid(),)) as pool:
         done = list(pool.map(compile_job, *zip(*todo, strict=True), chunksize=4))
-    found = [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
-    json.dump(found, sys.stdout)
+    return [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
+
+
+def step_back() -> None:
+    """Take only what cores others leave idle. The kernel weighs sessions first (autogroup), then what is in them."""
+    os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write a page of tables there")
+    parser.add_argument("--behind", type=int, metavar="PID", help="of the process that started this; end with it")
+    parser.add_argument("modules", nargs="*", default=modules())
+    options = parser.parse_args(arguments)
+    if options.behind:
+        die_with_parent(options.behind)
+        step_back()
+    found = compile_all(options.modules)
+    if options.table is None:
+        json.dump(found, sys.stdout)
+    else:
+        options.table.write_text(page(found, LIMITS_BYTES, triton.__version__), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or modules())
+    main(sys.argv[1:])

@@ -1,16 +1,18 @@
 """The compile matrix: every configuration of every Triton kernel, for the cards, within their shared memory."""
 
+import importlib
 import json
-import os
 import pkgutil
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwise.kernels
+from tests.kernels.conftest import RUNNING
+from tests.kernels.hardware import page, registers
 
+ROOT = Path(__file__).parents[2]
 MODULES = [
     found.name
     for found in pkgutil.walk_packages(shardwise.kernels.__path__, "shardwise.kernels.")
@@ -21,14 +23,11 @@ CARDS = {"sm_86", "sm_89", "sm_90", "sm_120", "gfx1201"}
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    """All that is compiled, in a process of its own: this one may interpret kernels, which cannot be undone."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "tests.kernels.targets", *MODULES]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout)
+def compiled(pytestconfig: pytest.Config) -> list[dict[str, Any]]:
+    """All that is compiled, for which see Compiling."""
+    running = pytestconfig.stash[RUNNING]
+    assert running.wait() == 0, running.log.read_text()[-4000:]
+    return json.loads(running.found.read_text())
 
 
 @pytest.mark.slow
@@ -43,3 +42,37 @@ def test_kernels_compile_for_every_card(module: str, compiled: list[dict[str, An
     assert cards == expected
     faults = [each for each in ours if each["error"] or each["shared_bytes"] > each["limit_bytes"]]
     assert not faults, json.dumps(faults, indent=1)
+
+
+def test_the_page_of_hardware_names_every_kernel_and_card() -> None:
+    """Figures are not compiled again for it."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    kernels = {
+        f"{module.split('.')[-2]}.{case[0].__name__}"
+        for module in MODULES
+        for case in importlib.import_module(module).compile_cases()
+    }
+    listed = {line.split("`")[1] for line in text.partition("## Kernels")[2].splitlines() if line.startswith("| `")}
+    assert kernels - listed == set(), "run `python -m tests.kernels.targets --table docs/hardware.md`"
+    assert all(f"| {card} |" in text for card in CARDS)
+
+
+def test_the_page_tells_the_most_of_each_kernel_and_what_spills() -> None:
+    first = {"module": "a.moe.triton", "case": "k(A=1) warps=4", "card": "sm_86", "shared_bytes": 2048, "registers": 40,
+             "spilled_bytes": 0}  # fmt: skip
+    found = [
+        first,
+        {**first, "case": "k(A=2) warps=4", "registers": 255, "spilled_bytes": 64},
+        {**first, "card": "sm_89"},
+    ]
+    text = page(found, {"sm_86": 4096, "sm_89": 2048}, "3.9")
+    assert "| `moe.k` | 2 | 2.0; 255; spills 64 | 2.0; 40 |" in text
+    assert "| `moe.k` | sm_86 | 1 | 64 | 255 | `A=2; warps=4` |" in text
+    assert "1, up to 64 B |" in text
+
+
+def test_registers_are_read_from_the_tools_of_either_vendor() -> None:
+    assert registers("Function k:\n  REG:255 STACK:12 SHARED:1024 LOCAL:0 CONSTANT[0]:672") == (255, 12)
+    assert registers("  .vgpr_count:     96\n  .vgpr_spill_count: 3\n") == (96, 12)
+    with pytest.raises(ValueError, match="no registers are told"):
+        registers("nothing of note")
