@@ -1,6 +1,6 @@
 """Unequal ranks on two equal GPUs: memory as planned, the gain of balancing, and the error of the cost model.
 
-    OUT=results python -m benchmarks.unequal            # two GPUs; some four minutes
+    OUT=results python -m benchmarks.unequal            # two GPUs; some five minutes, most of them compiling
 
 It starts torch's elastic launcher for each configuration (`python -m benchmarks.unequal one ...` is a rank), writes
 $OUT/unequal.json and prints one table last. A slower rank is made by running every operation that reads weights (see
@@ -11,11 +11,11 @@ ranks repeat `base` times, which takes the H200 to the speed of a common card, w
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -40,6 +40,7 @@ PROMPT_TOKENS, SHORT, LONG = 128, 16, 80
 LAYERS = 12  # of 40: every stage is there, and loading is quick
 BASE = 2  # repeats on every rank of an unequal pair
 WEIGHT_KERNELS = 0.5  # of all kernels of a step, those that are repeated
+CASE_SECONDS = 120  # of one start
 BATCH = 64  # of an unequal pair: nearly all experts are read
 EVEN = {"even": (1.0, 1.0), "5:3": (5.0, 3.0), "3:1": (3.0, 1.0)}
 
@@ -56,7 +57,6 @@ class Case:
     repeats: tuple[int, ...] = (1, 1)
     layers: int = LAYERS
     answers: bool = False
-    compile_only: bool = False
 
 
 ALONE = Case("one rank", 1, batches=(1, 4, 16, 64, 128))
@@ -155,10 +155,7 @@ def rank_main(case: Case, folder: Path, out: Path) -> None:
     elif not case.batches:
         result["tokens"] = generate(leader, [([5 + i for i in range(20)], 24)] * 2)
     for batch in case.batches:
-        if case.compile_only:
-            generate(leader, [([7] * PROMPT_TOKENS, 2)] * batch, temperature=1.0)
-        else:
-            result["steps_s"][batch] = decode_s(leader, batch)
+        result["steps_s"][batch] = decode_s(leader, batch)
     leader.stop()
     out.write_text(json.dumps(result))
 
@@ -170,8 +167,16 @@ def start(case: Case, folder: Path) -> dict[str, Any]:
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "benchmarks.unequal", "one"]
     command = [*launcher, "--case", json.dumps(asdict(case)), "--folder", str(folder), "--out", str(out)]
     begin_s = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    result = json.loads(out.read_text()) if out.exists() else {"error": (done.stderr + done.stdout)[-2000:]}
+    # Two starts at once on the same GPUs would wait for each other's peers: one after the other, and none left behind.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as launched:
+        try:
+            said, _ = launched.communicate(timeout=CASE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(launched.pid, signal.SIGKILL)
+            said = f"not done in {CASE_SECONDS} s"
+    result = json.loads(out.read_text()) if out.exists() else {"error": said[-2000:]}
     ranks = [out.parent / f"{out.stem}.rank{rank}.json" for rank in range(case.ranks)]
     result["held"] = [json.loads(file.read_text()) for file in ranks if file.exists()]
     print(f"{case.name}: {time.monotonic() - begin_s:.0f} s {result.get('error', '')}", flush=True)
@@ -322,14 +327,6 @@ def main() -> None:
     results = dict[str, dict[str, Any]]()
     fit: dict[str, float] = {}
     if not args.pretend:
-        # Each split has kernels of its own: compiled for all of them at once, so that the timed starts find them.
-        with ThreadPoolExecutor() as pool:
-            wanted = [case for case in cases(machine, folder) if not case.answers]
-            list(
-                pool.map(
-                    lambda case: start(replace(case, name=f"compile {case.name}", compile_only=True), folder), wanted
-                )
-            )
         results[ALONE.name] = start(ALONE, folder)
         fit = calibrated(machine, results[ALONE.name], folder)
         machine = adjusted(machine, fit["kernel_us"], fit["share_of_bandwidth"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import forecast
 from shardwise.config import ConfigError
 from shardwise.parallel.balance import partitions, split
 from shardwise.parallel.choice import Candidate, Problem, choose, judge, score, search_units
@@ -211,3 +212,7 @@ def test_published_bytes_of_35b_a3b():
     nvfp4 = planned(NVFP4)
     experts = [spec for name, spec in nvfp4.specs.items() if ".experts." in name]
     assert sum(local_bytes(spec, nvfp4.partitions, 0) for spec in experts) / GIB == pytest.approx(16.9, abs=0.05)
+
+
+def test_the_model_forecasts_the_steps_that_were_measured() -> None:
+    assert forecast.main([]) <= 0.15

@@ -17,6 +17,9 @@ from shardwise.shard import ParamSpec, Partition, Partitions, local_bytes, local
 
 LATENCY_A_MEMBER = 1 / 6  # each rank beyond two adds so much of a small all-reduce
 ACTIVATION_BYTES = 4  # sums over ranks and logits are fp32
+# How much longer than a plain one a byte of codes takes, since codes have to become numbers: fitted to whole steps of
+# 35B-A3B on one H200 (benchmarks/forecast.py). Cards with less bandwidth for their arithmetic lose less.
+ONE_TOKEN, TOKENS = (1.0, 1.4, 2.0), (1.0, 1.4, 3.65)
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,25 @@ class Stage:
         return tuple(sorted({spec.group for spec in every if spec.group}))
 
 
+class ByCode(NamedTuple):
+    """Bytes of weights by how they are held: plain, in e4m3, in e2m1."""
+
+    plain: int = 0
+    fp8: int = 0
+    fp4: int = 0
+
+    def slowed(self, tokens: float) -> float:
+        """As many bytes of plain weights as take the time of these."""
+        return sum(size * slower for size, slower in zip(self, ONE_TOKEN if tokens <= 1 else TOKENS, strict=True))
+
+
 class Held(NamedTuple):
     """Of one stage on one rank: bytes of weights, of those read whole and of experts, of a page and of a row; elements
     of the weights that are read whole and of experts."""
 
     weights_bytes: int
-    read_bytes: int
-    sparse_bytes: int
+    read: ByCode
+    sparse: ByCode
     page_bytes: int
     row_bytes: int
     read_elements: int
@@ -194,10 +209,20 @@ def _held(stage: Stage, partitions: Partitions, rank: int) -> Held:
     def elements(specs: Sequence[ParamSpec]) -> int:
         return reduce(add, (prod(local_shape(spec, partitions, rank)) for spec in specs), 0)
 
+    def by_code(specs: Sequence[ParamSpec]) -> ByCode:
+        return ByCode(*(size([spec for spec in specs if code(spec) == n]) for n in range(3)))
+
     return Held(
-        size(stage.held), size(stage.read), size(stage.sparse), size(stage.page), size(stage.row),
+        size(stage.held), by_code(stage.read), by_code(stage.sparse), size(stage.page), size(stage.row),
         elements(stage.read), elements(stage.sparse),
     )  # fmt: skip
+
+
+def code(spec: ParamSpec) -> int:
+    """The place of a weight's bytes in ByCode."""
+    if any(stored.packed for stored in spec.format):
+        return 2
+    return int(any(stored.role == "value" and stored.dtype == "F8_E4M3" for stored in spec.format))
 
 
 def distinct_share(experts: int, chosen: int, tokens: float) -> float:
@@ -207,14 +232,20 @@ def distinct_share(experts: int, chosen: int, tokens: float) -> float:
 
 def moved_bytes(stage: Stage, held: Held, load: Load) -> float:
     """What a rank reads and writes in one of `stage`: weights, experts that somebody chooses, keys, values, states."""
-    moved = held.read_bytes + distinct_share(stage.experts, stage.chosen, load.tokens) * held.sparse_bytes
-    moved += held.page_bytes / stage.page_tokens * load.context_tokens * load.requests
-    return moved + 2 * held.row_bytes * load.requests  # read and written
+    moved = sum(held.read) + distinct_share(stage.experts, stage.chosen, load.tokens) * sum(held.sparse)
+    return moved + cached_bytes(stage, held, load)
+
+
+def cached_bytes(stage: Stage, held: Held, load: Load) -> float:
+    """Of `moved_bytes` those of keys, values and states."""
+    cached = held.page_bytes / stage.page_tokens * load.context_tokens * load.requests
+    return cached + 2 * held.row_bytes * load.requests  # read and written
 
 
 def stage_seconds(stage: Stage, held: Held, device: Device, load: Load) -> tuple[float, float]:
     """Seconds of one of `stage` on a rank, and the part of them that is not the kernels' fixed cost."""
-    moved = moved_bytes(stage, held, load)
+    moved = held.read.slowed(load.tokens) + cached_bytes(stage, held, load)
+    moved += distinct_share(stage.experts, stage.chosen, load.tokens) * held.sparse.slowed(load.tokens)
     work = held.read_elements + (held.sparse_elements * stage.chosen / stage.experts if stage.experts else 0)
     streaming = max(moved / device.read_bytes_per_s, 2 * work * load.tokens / device.flops_per_s)
     idle = not moved and bool(stage.read or stage.sparse)
