@@ -192,7 +192,8 @@ def compile_all(jobs: Sequence[tuple[str, int]], worker: int, workers: int) -> N
                     count += 1
                     if count % workers != worker:
                         continue
-                    with chosen(dict.fromkeys(part.keys(tokens) if candidate else [], candidate)):
+                    overrides: dict[str, Choice] = dict.fromkeys(part.keys(tokens), candidate)
+                    with chosen(overrides if candidate else {}):
                         try:
                             bench.fused(0)
                         except Exception as error:
