@@ -219,7 +219,8 @@ def normed_config(of: Operand, tokens: int, gpu: str = "") -> Stream:
     if found:
         return Stream(*found)
     chosen = stream_config(of, tokens)
-    return Stream(4, min(chosen.C, 128), 4) if of.layout[2] >= 1024 else Stream(2, min(chosen.C, 128), 4)
+    rows = 2 if of.layout[2] < FEW_ROWS else 8 if of.kind else 4  # codes: the input is several times as many bytes
+    return Stream(rows, min(chosen.C, 128), 4)
 
 
 def tile_config(operands: Sequence[Operand], target: Target, wide: bool) -> Tile:

@@ -25,8 +25,9 @@ from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gate
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
 
-STREAM_TOKENS = 1  # one token streams its experts' weights through sums in fp32
 MATCHED_TOKENS = 32  # up to so many, a tile has a column for every token; beyond, pairs are sorted
+CODES_STREAM_TOKENS = 4  # e2m1 is faster in sums of fp32 than in tiles, up to so many in one launch with the shared one
+STREAMED, MATCHED, APART = 0, 1, 2  # ways of a block, as measured choices call them
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
 GATED_ADD_BLOCK = 1024
 
@@ -98,11 +99,15 @@ def moe_shared(
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
     tokens = x_TH.shape[0]
     if 0 < tokens <= MATCHED_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
+        way = way_of(operand(gate_up, target.native_fp8), tokens, target.name)
+    else:
+        way = APART
+    if way != APART:
         banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
         unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
         x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
         choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1)
-        if tokens <= STREAM_TOKENS:
+        if way == STREAMED:
             return _stream(x_TH, *banks_of, *choice, target.name, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
         return matched.moe(x_TH, *banks_of, *choice, (configs[0], configs[1]), pdl)
@@ -116,6 +121,16 @@ def moe_shared(
             routed_TH, shared_TH, gate_T1, gate_T1.stride(0), hidden, GATED_ADD_BLOCK, num_warps=4
         )
     return routed_TH
+
+
+def way_of(bank: Operand, tokens: int, gpu: str = "") -> int:
+    """How 1 to MATCHED_TOKENS tokens go through the experts of `bank`: as measured on `gpu`, or by rule."""
+    found = tuning.choice(gpu, "experts", [bank.layout], min(tokens, 16)) if tokens > 1 else None
+    if found:
+        return found[0]
+    if bank.kind >= 2:
+        return STREAMED if tokens <= CODES_STREAM_TOKENS else APART
+    return STREAMED if tokens == 1 else MATCHED
 
 
 def _stream(
