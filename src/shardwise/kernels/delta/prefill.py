@@ -230,11 +230,11 @@ def scan_kernel(
         out = _dot(q, state, PARTS, SHORT) * tl.load(factor_ptr + 1, mask=valid, other=0.0)[:, None]
         scores = tl.load(scores_ptr + at * M + square, mask=valid[:, None], other=0.0)
         out += _dot(scores, delta, PARTS, SHORT)
-        out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (i[:, None] * (V * D) + columns[None, :]), out, mask=narrow_mask)
+        out_at = out_ptr + (i[:, None] * (V * D) + columns[None, :])
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=narrow_mask)
         state *= tl.load(factors_ptr + at * 4 + 3)
-        left = tl.load(factor_ptr + 2, mask=valid, other=0.0)
-        state += _dot(tl.trans(k), delta * left[:, None], PARTS, SHORT)
+        delta *= tl.load(factor_ptr + 2, mask=valid, other=0.0)[:, None]
+        state += _dot(tl.trans(k), delta, PARTS, SHORT)
         q_ptr += M * q_stride
         k_ptr += M * k_stride
         v_ptr += M * v_stride
