@@ -225,7 +225,6 @@ def scan_kernel(
         seen = _dot(k, state, PARTS, SHORT) * tl.load(factor_ptr, mask=valid, other=0.0)[:, None]
         solve = tl.load(solve_ptr + at * M + square, mask=valid[:, None], other=0.0)
         delta = _dot(solve, v.to(tl.float32) - seen, PARTS, SHORT)
-
         q = tl.load(q_ptr + (i[:, None] * q_stride + wide[None, :]), mask=wide_mask, other=0.0)
         out = _dot(q, state, PARTS, SHORT) * tl.load(factor_ptr + 1, mask=valid, other=0.0)[:, None]
         scores = tl.load(scores_ptr + at * M + square, mask=valid[:, None], other=0.0)
