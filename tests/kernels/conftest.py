@@ -1,5 +1,6 @@
 """What tests of kernels share."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+NICE = 19  # of a process that takes idle cores only
 COMPILED = "compiled"  # the fixture of tests that want the compile matrix
 
 
@@ -33,9 +35,19 @@ class Compiling:
         command = [sys.executable, "-m", "tests.kernels.targets", "--behind", str(os.getpid())]
         with self.found.open("wb") as out, self.log.open("wb") as err:
             self._process = subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
+        self._stand_back(NICE)
 
     def wait(self) -> int:
+        """Its exit code. From here on the tests wait for it, so it stands back no more, where that is allowed."""
+        self._stand_back(0)
         return self._process.wait()
+
+    def _stand_back(self, nice: int) -> None:
+        """The kernel weighs sessions first (autogroup), then what is in them."""
+        pid = self._process.pid
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, pid, nice)
+            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
     def close(self) -> None:
         """Its workers end with it."""

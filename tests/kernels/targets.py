@@ -185,13 +185,6 @@ def compile_all(names: Sequence[str]) -> list[dict[str, Any]]:
     return [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
 
 
-def step_back() -> None:
-    """Take only what cores others leave idle. The kernel weighs sessions first (autogroup), then what is in them."""
-    os.nice(19)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a page of tables there")
@@ -200,7 +193,6 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.behind:
         die_with_parent(options.behind)
-        step_back()
     found = compile_all(options.modules)
     if options.table is None:
         json.dump(found, sys.stdout)
