@@ -1,6 +1,6 @@
 """Every Triton kernel of the package, compiled without a GPU for every card that is served.
 
-    python -m tests.kernels.targets [--table FILE] [--behind PID] [MODULE ...]
+    FULL_COMPILE=1 python -m tests.kernels.targets [--table FILE] [--behind PID] [MODULE ...]
 
 Without TRITON_INTERPRET: compiles the cases of the modules named (default: all of shardwise.kernels), and prints a JSON
 list of what each takes, or writes the page docs/hardware.md. Cards of one vendor need the same shared memory for the
@@ -129,6 +129,10 @@ def variant(case: CompileCase) -> tuple[Any, ...]:
     return (case.kernel.__name__, case.shared_bytes, *(kind for kind in case.signature.values() if kind[0] == "*"))
 
 
+def kernel_of(case: CompileCase) -> tuple[Any, ...]:
+    return (case.kernel.__name__, case.shared_bytes)
+
+
 def configuration(case: CompileCase) -> tuple[Any, ...]:
     """A variant with its tiles. Sizes of a weight count as compilers see them: 0, 1, or whether 16 divides them."""
 
@@ -144,19 +148,22 @@ def configuration(case: CompileCase) -> tuple[Any, ...]:
 def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tuple[CompileCase, Card]]:
     """Which case to compile for which card.
 
-    The first of each variant for all cards that are given it; its other configurations for one card of each vendor, in
-    turn; a case of a configuration that has been is left out.
+    The first of each kernel for all cards that are given it, all other configurations for one card, in turn. With
+    FULL_COMPILE=1 in the environment, as for the page, the first of each variant for all and the others for one card of
+    each vendor. A case of a configuration that has been is left out.
     """
+    full = os.environ.get("FULL_COMPILE") == "1"
+    first = variant if full else kernel_of
     variants, configurations = set[Any](), set[Any]()
     for case in cases:
         if configuration(case) in configurations:
             continue
         given = [card for card in cards if case.shared_bytes in (0, card.shared_bytes)]
-        if variant(case) in variants:
-            backends = {card.target.backend for card in given}
-            alike = [[card for card in given if card.target.backend == backend] for backend in sorted(backends)]
+        if first(case) in variants:
+            backends = {card.target.backend for card in given} if full else {""}
+            alike = [[card for card in given if backend in ("", card.target.backend)] for backend in sorted(backends)]
             given = [group[len(configurations) % len(group)] for group in alike]
-        variants.add(variant(case))
+        variants.add(first(case))
         configurations.add(configuration(case))
         for card in given:
             yield case, card
