@@ -10,10 +10,10 @@ KIB = 1024
 
 HEAD = """# What the kernels need of a GPU
 
-Written by `FULL_COMPILE=1 python -m tests.kernels.targets --table docs/hardware.md`, without a GPU: every Triton kernel is compiled in
-every configuration that it can choose (tiles, warps, stages, formats of weights), with Triton {triton}.
-`tests/kernels/test_compile.py` compiles every configuration in CI, most for one card in turn, and fails if one needs more memory than
-its cards have.
+Written by `FULL_COMPILE=1 python -m tests.kernels.targets --table docs/hardware.md`, without a GPU: every Triton kernel is
+compiled in every configuration that it can choose (tiles, warps, stages, formats of weights), with Triton {triton}.
+`tests/kernels/test_compile.py` compiles every configuration in CI, most of them for one card in turn, and fails if one
+does not compile or needs more shared memory than its cards have.
 
 **It has run on NVIDIA H200 (sm_90) alone.** For the other cards kernels are compiled and no more; nothing has been
 measured there.
