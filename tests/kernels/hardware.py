@@ -10,7 +10,7 @@ KIB = 1024
 
 HEAD = """# What the kernels need of a GPU
 
-Written by `FULL_COMPILE=1 python -m tests.kernels.targets --table docs/hardware.md`, without a GPU: every Triton kernel is
+Written by `FULL_COMPILE=1 python -m tests.kernels.targets --table docs/hardware.md`, without a GPU: every kernel is
 compiled in every configuration that it can choose (tiles, warps, stages, formats of weights), with Triton {triton}.
 `tests/kernels/test_compile.py` compiles every configuration in CI, most of them for one card in turn, and fails if one
 does not compile or needs more shared memory than its cards have.
