@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.cache.budget import Budget
@@ -26,6 +26,7 @@ def of_pages(budget: Budget, sizes: Sequence[RankSizes]) -> list[int]:
     st.lists(st.builds(RankSizes, st.integers(1, 99), st.integers(0, 5000)), min_size=1, max_size=4),
     st.integers(1, 40), st.integers(1, 4000),
 )  # fmt: skip
+@example([RankSizes(1, 0)], 1, 1601)  # a rank without experts has only its pages
 def test_no_rank_holds_more_than_before(sizes: list[RankSizes], slots: int, tokens: int) -> None:
     for asked in (ResizeCache("", expert_slots=slots), ResizeCache("", kv_tokens=tokens)):
         try:
