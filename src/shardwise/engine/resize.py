@@ -59,7 +59,7 @@ def _pages(first: Budget, size: RankSizes, slots: int) -> int:
 
 
 def _most_slots(first: Budget, sizes: Sequence[RankSizes], pages: int, experts: int) -> int:
-    """Slots that every rank has room for beside so many pages; none where a rank without slots has no room for those."""
+    """Slots that every rank has room for beside so many pages; 0 if a rank without slots lacks room for those."""
     if any(not size.slot_bytes and size.page_bytes and pages > first.pages for size in sizes):
         return 0
     each = [
