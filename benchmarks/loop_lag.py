@@ -74,7 +74,7 @@ def kinds(source: random.Random) -> dict[str, tuple[int, list[tuple[str, bytes, 
     long = [(CHAT, chat(words(source, PROMPT_TOKENS // 3)), auth) for _ in range(4)]
     return {
         "nothing": (1, []),
-        "prompts of 32,000 tokens": (4, long * 6),
+        "prompts of 32,000 tokens": (4, long * 60),
         "bodies of 10 MB, one text": (2, [(CHAT, chat("x " * 5_000_000), auth)] * 6),
         "bodies of 10 MB, 100,000 messages": (2, [(CHAT, many_messages(source), auth)] * 4),
         "bodies of 5 MB, a list of 1,000,000 token ids": (2, [(COMPLETIONS, ids, auth)] * 6),
