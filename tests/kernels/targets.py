@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,8 +97,8 @@ def attributes(case: CompileCase) -> dict[tuple[int, ...], list[list[object]]]:
     }
 
 
-def compile_case(case: CompileCase, card: Card) -> Compiled:
-    """Compiles (or takes from Triton's cache) one case for one card."""
+def compile_case(case: CompileCase, card: Card, tell: bool = False) -> Compiled:
+    """Compiles (or takes from Triton's cache) one case for one card. tell: ask for registers, too."""
     text = ", ".join(f"{name}={value}" for name, value in case.constexprs.items())
     kinds = ", ".join(dict.fromkeys(kind for kind in case.signature.values() if kind.startswith("*")))
     label = f"{case.kernel.__name__}({text}; {kinds}) warps={case.num_warps} stages={case.num_stages}"
@@ -110,7 +111,8 @@ def compile_case(case: CompileCase, card: Card) -> Compiled:
             compiled = compile_source(source, target=card.target, options=options)
     except Exception as error:  # a compiler may fail with anything
         return Compiled(label, card.name, 0, limit_bytes, f"{type(error).__name__}: {error}"[:2000])
-    return Compiled(label, card.name, compiled.metadata.shared, limit_bytes, "", *registers(told(compiled)))
+    taken = registers(told(compiled)) if tell else ()
+    return Compiled(label, card.name, compiled.metadata.shared, limit_bytes, "", *taken)
 
 
 def told(compiled: CompiledKernel) -> str:
@@ -180,15 +182,15 @@ def jobs(module: str) -> tuple[tuple[CompileCase, Card], ...]:
     return (*spread(cases, CARDS), *spread(native, [card for card in CARDS if card.native_fp8]))
 
 
-def compile_job(module: str, index: int) -> Compiled:
-    return compile_case(*jobs(module)[index])
+def compile_job(module: str, index: int, tell: bool) -> Compiled:
+    return compile_case(*jobs(module)[index], tell)
 
 
-def compile_all(names: Sequence[str]) -> list[dict[str, Any]]:
+def compile_all(names: Sequence[str], tell: bool = False) -> list[dict[str, Any]]:
     """All jobs of the modules, on all cores; workers are forked, so that they have the modules already."""
     todo = [(name, index) for name in names for index in range(len(jobs(name)))]
     with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), die_with_parent, (os.getpid(),)) as pool:
-        done = list(pool.map(compile_job, *zip(*todo, strict=True), chunksize=4))
+        done = list(pool.map(compile_job, *zip(*todo, strict=True), repeat(tell), chunksize=4))
     return [{"module": name, **compiled._asdict()} for (name, _), compiled in zip(todo, done, strict=True)]
 
 
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.behind:
         die_with_parent(options.behind)
-    found = compile_all(options.modules)
+    found = compile_all(options.modules, tell=options.table is not None)
     if options.table is None:
         json.dump(found, sys.stdout)
     else:
