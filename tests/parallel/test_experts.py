@@ -1,9 +1,11 @@
 """Experts in host memory: the same tokens as with all of them on the device, at every split, whatever the slots.
 
-By itself a run takes a few cases and combinations; with FULL_EVALUATION=1 in the environment, all of them. Near-ties
-are counted and shown, never dropped.
+By itself a run takes a few cases and combinations; with FULL_EVALUATION=1 in the environment, all of them (six hours on
+two cores), or with EVALUATION_EVERY=n beside it all combinations on every n-th case. Near-ties are counted and shown,
+never dropped.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from tests.ranks import Ranks
 
 LAYOUTS = ("plain", *NEAR_TIE)
 SPLITS: tuple[tuple[int, tuple[float, ...]], ...] = ((1, ()), (2, ()), (2, (5, 3)), (3, ()))
-EVERY = 1 if FULL else 120  # of the cases, which lie in order of their skills
+EVERY = int(os.environ.get("EVALUATION_EVERY", "1")) if FULL else 120  # of the cases, which lie in order of their skills
 SLOTS = {"100 %": 8, "50 %": 4, "25 %, the fewest": 2}  # of the miniature's 8 experts, of which a token wants 2
 MODES = ("offload", "hybrid")
 SERVE: Mapping[str, Any] = {"max_num_seqs": 3}  # of 6 pairs: more than some slots, fewer than experts
