@@ -159,7 +159,7 @@ def bank_folder(given: str, folder: Path, need_bytes: int) -> Path:
     """Where banks go: as given, else tmpfs if it holds them (made larger if we may), else beside the checkpoint."""
     if given:
         return Path(given) / "shardwise-banks"
-    shared = Path("/dev/shm")  # noqa: S108 - it is what is measured
+    shared = Path("/dev/shm")
     if shutil.disk_usage(shared).free < need_bytes + GIB:
         wanted = (need_bytes >> 30) + 4
         subprocess.run(["mount", "-o", f"remount,size={wanted}G", str(shared)], check=False, capture_output=True)
@@ -298,8 +298,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
         f"{written['seconds']:.0f} s; banks in {found['banks']}",
         f"{'seconds':24}" + "".join(f"{name:>9}" for name in names),
     ]
-    for row in rows:
-        lines.append(f"{row:24}" + "".join(f"{found[name]['parts_s'].get(row, 0):9.2f}" for name in names))
+    lines += [f"{row:24}" + "".join(f"{found[name]['parts_s'].get(row, 0):9.2f}" for name in names) for row in rows]
     lines.append(f"{'ready':24}" + "".join(f"{found[name]['ready_s']:9.2f}" for name in names))
     writing = [found[name]["ready_s"] - found[name]["parts_s"].get("write the bank", 0) for name in names]
     lines.append(f"{'ready without writing':24}" + "".join(f"{each:9.2f}" for each in writing))
@@ -319,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=["all", "one"])
     parser.add_argument("--model", type=Path, default=Path("benchmarks/geometry/qwen3.6-35b-a3b-fp8"))
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/shardwise-warm/model"))  # noqa: S108
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/shardwise-warm/model"))
     parser.add_argument("--banks", default="")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")

@@ -38,7 +38,15 @@ from shardwise.config import (
     read_json,
 )
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts import choose_mode, expert_specs, experts_bytes, make_offload, sizes_of, with_experts
+from shardwise.engine.experts import (
+    banks_ahead,
+    choose_mode,
+    expert_specs,
+    experts_bytes,
+    make_offload,
+    sizes_of,
+    with_experts,
+)
 from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import COMPILE_SECONDS, Grammars
@@ -137,9 +145,9 @@ def load_weights(
     mode = choose_mode(serve, made.model, made.specs, made.caches, ctx, free_bytes(serve, ctx, local_ranks))
     elsewhere = {} if mode == "resident" else expert_specs(made.model, made.specs)
     specs = {name: spec for name, spec in made.specs.items() if name not in elsewhere}
+    banks = banks_ahead(serve, made.model, made.specs, source, ctx) if elsewhere else None
     weights = load(specs, made.partitions, ctx.rank, source, ctx.device)
-    threads = rank_threads(local_ranks)
-    offload = make_offload(serve, mode, made.model, made.specs, source, ctx, threads) if elsewhere else None
+    offload = make_offload(mode, made.model, ctx, rank_threads(local_ranks), banks) if banks else None
     held_bytes = sum(weight.nbytes for weight in weights.values())
     read_bytes = made.source.bytes_read if made.source else 0
     took_s = time.monotonic() - begin_s

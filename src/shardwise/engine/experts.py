@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -91,32 +92,45 @@ def choose_mode(
     return "either"
 
 
+def banks_ahead(
+    serve: ServeConfig, model: ModelConfig, specs: Mapping[str, ParamSpec], source: Source, ctx: RankContext
+) -> Callable[[], tuple[Banks, bool]]:
+    """What loads this rank's banks, as `load_banks`, when it is called.
+
+    With a folder for banks they are on their way already, in threads: kept ones come without Python's lock, so that the
+    weights beside experts are read meanwhile.
+    """
+    those, index = expert_specs(model, specs), source if isinstance(source, CheckpointIndex) else None
+
+    def loaded() -> tuple[Banks, bool]:
+        begin_s, cache = time.monotonic(), None
+        if serve.bank_cache:
+            key = bank_key(Path(serve.model), those, ctx.partitions, ctx.rank, index, serve.seed)
+            cache = Path(serve.bank_cache), key
+        banks, pinned = load_banks(those, expert_banks(model), ctx.partitions, ctx.rank, source, ctx.device, cache)
+        logger.info(
+            "%d bytes of experts in host memory%s in %.1f s", sum(bank.nbytes for bank in banks.values()),
+            "" if ctx.device.type == "cpu" else ", page-locked" if pinned else ", not page-locked",
+            time.monotonic() - begin_s,
+        )  # fmt: skip
+        return banks, pinned
+
+    if not serve.bank_cache:
+        return loaded
+    pool = ThreadPoolExecutor(1, "banks")
+    coming = pool.submit(loaded)
+    pool.shutdown(wait=False)
+    return coming.result
+
+
 def make_offload(
-    serve: ServeConfig,
-    mode: Mode,
-    model: ModelConfig,
-    specs: Mapping[str, ParamSpec],
-    source: Source,
-    ctx: RankContext,
-    threads: int,
+    mode: Mode, model: ModelConfig, ctx: RankContext, threads: int, load: Callable[[], tuple[Banks, bool]]
 ) -> Offload:
     """Load the banks of this rank. There are no slots yet, so whatever is computed first streams layers.
 
-    mode: not resident. threads: of the CPU that may compute experts.
+    mode: not resident. threads: of the CPU that may compute experts. load: see banks_ahead.
     """
-    begin_s = time.monotonic()
-    those, index = expert_specs(model, specs), source if isinstance(source, CheckpointIndex) else None
-    cache = None
-    if serve.bank_cache:
-        key = bank_key(Path(serve.model), those, ctx.partitions, ctx.rank, index, serve.seed)
-        cache = Path(serve.bank_cache), key
-    banks, pinned = load_banks(those, expert_banks(model), ctx.partitions, ctx.rank, source, ctx.device, cache)
-    held_bytes = sum(bank.nbytes for bank in banks.values())
-    logger.info(
-        "%d bytes of experts in host memory%s in %.1f s",
-        held_bytes, "" if ctx.device.type == "cpu" else ", page-locked" if pinned else ", not page-locked",
-        time.monotonic() - begin_s,
-    )  # fmt: skip
+    banks, pinned = load()
     pinned = bool(ctx.comm.minimum(int(pinned)))  # graphs are for all ranks or for none
     hybrid = divided(mode, banks, model, ctx, threads) if mode != "offload" else None
     return Offload(banks, model.experts_per_token, ctx.ops, ctx.device, pinned, hybrid)
