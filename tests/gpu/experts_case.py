@@ -4,15 +4,18 @@
     python -m torch.distributed.run --nproc-per-node 1 -m tests.gpu.experts_case answers --out FILE
 
 `speed` serves made-up weights with `--card-gib` of each GPU: ready time, decode of 1 and 4 requests from the difference
-of two lengths, the share of experts that were found in slots, bytes copied for a token, host memory, and what copies
-reach by kernels and by the copy engine. Tokens are sampled at temperature 1, since made-up models repeat themselves
-otherwise, and then want the same experts again. `answers` compares all text cases in fp32 with a quarter of the
-experts in slots, and hybrid, to those with all of them there, and to transformers'. The process ends itself after
-`--limit-s`.
+of two lengths, the share of experts that were found in slots, bytes copied for a token and rank, host memory, and what
+copies reach by kernels and by the copy engine. Further sizes of cards follow in the same process, with the slots that
+they would hold. Every rank writes what it holds and copied, FILE.rankN.json. Tokens are sampled at temperature 1, since
+made-up models repeat themselves otherwise, and then want the same experts again. `answers` compares all text cases in
+fp32 with a quarter of the experts in slots, and hybrid, to those with all of them there, and to transformers'. The
+process ends itself after `--limit-s`.
 """
 
 import argparse
 import json
+import os
+import resource
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +26,14 @@ from unittest import mock
 
 import torch
 
+from shardwise.cache.budget import floor_bytes
 from shardwise.checkpoint import synth
 from shardwise.checkpoint.hub import resolve
 from shardwise.checkpoint.index import Source
 from shardwise.config import RankEnvironment, ServeConfig, rank_environment
 from shardwise.engine.build import Leader, Rank, build_rank
 from shardwise.engine.messages import Failed, Generate, ResizeCache, SamplingParams
+from shardwise.engine.processes import die_with_parent
 from shardwise.experts.bank import Banks, LayerBank, Pairs, banks_of, expert_bytes, layout
 from shardwise.experts.memory import pin, take
 from shardwise.experts.offload import Counts, Offload
@@ -37,6 +42,7 @@ from tests.golden import eval as evaluation
 from tests.gpu import engine_case
 
 SHORT, MOST_NEW, PROMPT = 24, 256, 128
+USED, GIB = 0.95, 1 << 30  # of a card's memory
 RUN_S = 12.0  # that the longest decode run should take
 CHUNK_ELEMENTS = 1 << 26
 
@@ -156,7 +162,27 @@ def copies(offload: Offload) -> dict[str, float]:
     return found
 
 
-def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int]) -> dict[str, Any]:
+def slots_of(one: Rank, serve: ServeConfig, smaller_bytes: int) -> int:
+    """Slots of each layer that a card holds which has so many bytes less."""
+    offload, made = one.offload, one.made
+    assert offload is not None
+    page_bytes = made.caches.page_bytes(made.partitions, one.ctx.rank)
+    left = one.budget.expert_slots * offload.slot_bytes + one.budget.pages * page_bytes - smaller_bytes
+    left -= floor_bytes(serve, made.model, page_bytes)
+    return min(max(left // offload.slot_bytes, offload.top_k), offload.experts)
+
+
+def held(one: Rank) -> dict[str, Any]:
+    """What this rank has in host memory, and what it copied from there."""
+    offload, counts = one.offload, counts_of(one.offload)
+    found: dict[str, Any] = {"rank": one.ctx.rank, "hits": counts.hits, "misses": counts.misses}
+    if offload is not None:
+        found |= {"host_gib": sum(bank.nbytes for bank in offload.banks.values()) / GIB, "pinned": offload.direct}
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found | {"copied_gib": counts.copied_bytes / GIB, "peak_of_process_gib": peak_kib / (1 << 20)}
+
+
+def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int], cards_gib: list[float]) -> dict[str, Any]:
     """All figures of one configuration."""
     leader, offload = Leader(one, serve), one.offload
     found: dict[str, Any] = {"ready_s": ready_s, "ranks": one.ctx.world, "kv_tokens": one.budget.kv_tokens}
@@ -164,13 +190,21 @@ def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int]) -> 
         found |= {
             "slots": offload.count,
             "experts": offload.experts,
-            "host_gib": sum(bank.nbytes for bank in offload.banks.values()) / (1 << 30),
+            "host_gib_a_rank": held(one)["host_gib"],
+            "page_locked": held(one)["pinned"],
         }
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "allocated_gib": torch.cuda.memory_allocated() / (1 << 30)}
-    for batch in batches:
-        found[f"b{batch}"] = decode(leader, batch)
-        print(f"b{batch}: {json.dumps(found[f'b{batch}'])}", flush=True)
+    for card_gib in cards_gib:
+        slots = one.budget.expert_slots
+        if card_gib != cards_gib[0]:
+            slots = slots_of(one, serve, int(USED * (cards_gib[0] - card_gib) * GIB))
+            told = leader.resize(ResizeCache("", expert_slots=slots))
+            assert not told.message, told.message
+        for batch in batches:
+            name = f"{card_gib:g} GiB, {slots} slots, b{batch}"
+            found[name] = decode(leader, batch)
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
     leader.stop()
     if offload is not None:  # last: it moves what graphs know
         found |= copies(offload)
@@ -234,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["answers", "speed"])
     parser.add_argument("--model", default="benchmarks/geometry/qwen3.6-35b-a3b-fp8")
-    parser.add_argument("--card-gib", type=float, default=24.0)
+    parser.add_argument("--card-gib", type=float, nargs="*", default=[24.0], help="the largest first")
     parser.add_argument("--slots", type=int, default=0, help="of each layer; 0: what the card holds")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--out", type=Path, required=True)
@@ -246,6 +280,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=value)
     args = parser.parse_args()
     signal.alarm(args.limit_s)  # whose default action is the end
+    die_with_parent(os.getppid())  # or a rank whose peer is gone would keep its GPU busy
     env = rank_environment()
     assert env is not None, "start it with torch.distributed.run"
     options: dict[str, Any] = {"device": args.device, "kernels": args.kernels, "graphs": args.graphs}
@@ -258,16 +293,18 @@ def main() -> None:
     total = 1 << 60 if place is None else torch.cuda.get_device_properties(place).total_memory
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, load_format="dummy", max_model_len=8192, max_num_seqs=4,
-        gpu_memory_utilization=min(0.95, 0.95 * args.card_gib * (1 << 30) / total), experts=args.experts,
+        gpu_memory_utilization=min(USED, USED * args.card_gib[0] * GIB / total), experts=args.experts,
         expert_slots=args.slots, prefix_cache=False, max_num_batched_tokens=2048,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part), **options,
     )  # fmt: skip
     with mock.patch("shardwise.engine.experts.load_banks", made_banks):
         one = build_rank(serve, env)
+    ready_s = time.monotonic() - begin_s
     if env.rank:
         one.runner.follow()
-        return
-    finish(args, speed(one, serve, time.monotonic() - begin_s, args.batches))
+    else:
+        finish(args, speed(one, serve, ready_s, args.batches, args.card_gib))
+    args.out.with_suffix(f".rank{env.rank}.json").write_text(json.dumps(held(one)))
 
 
 def finish(args: argparse.Namespace, found: dict[str, Any]) -> None:
