@@ -131,6 +131,7 @@ def counts_of(offload: Offload | None) -> Counts:
     return offload.counts() if offload else Counts()
 
 
+@torch.inference_mode()  # slots made by a resize are such tensors
 def copies(offload: Offload) -> dict[str, float]:
     """GB/s from the bank of the first layer: by kernels into slots, by the copy engine into a whole room."""
     layer, bank = next(iter(offload.banks.items()))
