@@ -8,15 +8,18 @@ of two lengths, the share of experts that were found in slots, bytes copied for 
 copies reach by kernels and by the copy engine. Further sizes of cards follow in the same process, with the slots that
 they would hold. Every rank writes what it holds and copied, FILE.rankN.json. Tokens are sampled at temperature 1, since
 made-up models repeat themselves otherwise, and then want the same experts again. `answers` compares all text cases in
-fp32 with a quarter of the experts in slots, and hybrid, to those with all of them there, and to transformers'. The
-process ends itself after `--limit-s`.
+fp32 with a quarter of the experts in slots, and hybrid, to those with all of them there, and to transformers'. `modes`
+compares copies alone, in graphs and without, with hybrid. The process ends itself after `--limit-s`.
 """
 
 import argparse
+import gc
 import json
+import logging
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 
 from shardwise.cache.budget import floor_bytes
@@ -212,6 +216,43 @@ def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int], car
     return found
 
 
+def modes(env: RankEnvironment, serve: ServeConfig, batches: list[int]) -> dict[str, Any]:
+    """Decode with copies alone, in graphs and without, and with misses divided between copies and the CPU."""
+    found, banks = dict[str, Any](), list[tuple[Banks, bool]]()
+
+    def once(*args: Any) -> tuple[Banks, bool]:
+        banks.extend([] if banks else [made_banks(*args)])
+        return banks[0]
+
+    ways: dict[str, dict[str, Any]] = {
+        "offload": {}, "offload without graphs": {"graphs": False}, "hybrid": {"experts": "hybrid"},
+    }  # fmt: skip
+    for name, changes in ways.items():
+        chosen = msgspec.structs.replace(serve, **changes)
+        with mock.patch("shardwise.engine.experts.load_banks", once):
+            one = build_rank(chosen, env)
+        leader = Leader(one, chosen)
+        for batch in batches:
+            found[f"{name} b{batch}"] = decode(leader, batch)
+            print(f"{name} b{batch}: {json.dumps(found[f'{name} b{batch}'])}", flush=True)
+        leader.stop()
+        del one, leader
+        gc.collect()
+    return found
+
+
+def geometry(folder: Path, layers: int) -> Path:
+    """`folder`'s config with fewer layers, elsewhere; `folder` itself if `layers` is 0."""
+    if not layers:
+        return folder
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["num_hidden_layers"] = layers
+    made = Path(tempfile.mkdtemp()) / folder.name
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(raw))
+    return made
+
+
 def answers(env: RankEnvironment, options: Mapping[str, Any], wanted: Sequence[str], every: int) -> dict[str, Any]:
     """How many of the miniature's answers differ from those of resident experts, and from transformers'.
 
@@ -267,9 +308,10 @@ def answer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["answers", "speed"])
+    parser.add_argument("what", choices=["answers", "speed", "modes"])
     parser.add_argument("--model", default="benchmarks/geometry/qwen3.6-35b-a3b-fp8")
     parser.add_argument("--card-gib", type=float, nargs="*", default=[24.0], help="the largest first")
+    parser.add_argument("--layers", type=int, default=0, help="of the geometry; 0: all")
     parser.add_argument("--slots", type=int, default=0, help="of each layer; 0: what the card holds")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--out", type=Path, required=True)
@@ -293,11 +335,16 @@ def main() -> None:
     place = env.local_rank if torch.cuda.is_available() else None
     total = 1 << 60 if place is None else torch.cuda.get_device_properties(place).total_memory
     serve = ServeConfig(
-        model=str(resolve(args.model)), ranks=env.world, load_format="dummy", max_model_len=8192, max_num_seqs=4,
+        model=str(geometry(resolve(args.model), args.layers)), ranks=env.world, load_format="dummy", max_model_len=8192,
+        max_num_seqs=4,
         gpu_memory_utilization=min(USED, USED * args.card_gib[0] * GIB / total), experts=args.experts,
         expert_slots=args.slots, prefix_cache=False, max_num_batched_tokens=2048,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part), **options,
     )  # fmt: skip
+    if args.what == "modes":
+        logging.basicConfig(level=logging.INFO)  # what was measured for the choice
+        finish(args, modes(env, serve, args.batches))
+        return
     with mock.patch("shardwise.engine.experts.load_banks", made_banks):
         one = build_rank(serve, env)
     ready_s = time.monotonic() - begin_s

@@ -47,6 +47,8 @@ def test_a_split_is_in_proportion_to_the_rates() -> None:
     [
         (Choice(0, 1.0, 0, 100.0, 1.0, True, 8), "offload", 8),  # a slow CPU
         (Choice(0, 1.0, 0, 0.1, 1.0, True, 8), "hybrid", 0),  # a slow bus
+        (Choice(0, 1.0, 0, 0.1, 1.0, True, 8, 3.0), "hybrid", 0),  # so slow that graphs do not make up for it
+        (Choice(0, 1.0, 0, 0.1, 1.0, True, 8, 5.0), "offload", 0),  # here they do
         (Choice(0, 1.0, 0, 2.0, 1.6, True, 8), "offload", 8),  # they are in each other's way
         (Choice(0, 1.0, 50.0, 0.1, 1.0, True, 8), "offload", 8),  # the way to the CPU is long
         (Choice(0, 1.0, 7.0, 0.1, 1.0, True, 8), "offload", 7),  # it pays for a token that misses all, and barely

@@ -147,7 +147,7 @@ def load_weights(
     specs = {name: spec for name, spec in made.specs.items() if name not in elsewhere}
     banks = banks_ahead(serve, made.model, made.specs, source, ctx) if elsewhere else None
     weights = load(specs, made.partitions, ctx.rank, source, ctx.device)
-    offload = make_offload(mode, made.model, ctx, rank_threads(local_ranks), banks) if banks else None
+    offload = make_offload(mode, made.model, ctx, rank_threads(local_ranks), banks, serve.graphs) if banks else None
     held_bytes = sum(weight.nbytes for weight in weights.values())
     read_bytes = made.source.bytes_read if made.source else 0
     took_s = time.monotonic() - begin_s

@@ -4,10 +4,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 
 from shardwise.cache.budget import GIB, LEAST_SEQS, floor_bytes
 from shardwise.cache.pool import CacheSpecs
@@ -26,6 +28,9 @@ from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Partitions, local_bytes
 
 logger = logging.getLogger(__name__)
+
+LAUNCHES = 100  # to time one
+LAYER_LAUNCHES = 30  # of a layer without a graph, with what Python does around them
 
 Mode = Literal["resident", "offload", "hybrid", "either"]
 
@@ -124,30 +129,52 @@ def banks_ahead(
 
 
 def make_offload(
-    mode: Mode, model: ModelConfig, ctx: RankContext, threads: int, load: Callable[[], tuple[Banks, bool]]
-) -> Offload:
+    mode: Mode, model: ModelConfig, ctx: RankContext, threads: int, load: Callable[[], tuple[Banks, bool]],
+    graphs: bool = True,
+) -> Offload:  # fmt: skip
     """Load the banks of this rank. There are no slots yet, so whatever is computed first streams layers.
 
-    mode: not resident. threads: of the CPU that may compute experts. load: see banks_ahead.
+    mode: not resident. threads: of the CPU that may compute experts. load: see banks_ahead. graphs: whether decode
+    steps are to be captured.
     """
     banks, pinned = load()
     pinned = bool(ctx.comm.minimum(int(pinned)))  # graphs are for all ranks or for none
-    hybrid = divided(mode, banks, model, ctx, threads) if mode != "offload" else None
+    graphs = pinned and graphs and ctx.comm.capturable
+    hybrid = divided(mode, banks, model, ctx, threads, graphs) if mode != "offload" else None
     return Offload(banks, model.experts_per_token, ctx.ops, ctx.device, pinned, hybrid)
 
 
-def divided(mode: Mode, banks: Banks, model: ModelConfig, ctx: RankContext, threads: int) -> Hybrid | None:
-    """How misses are divided between copies and the CPU; None if, with the choice ours, copies alone are as fast."""
+def launch_seconds(ctx: RankContext) -> float:
+    """What this process takes to start one small operation on its GPU."""
+    x_TH, weight_H = torch.ones((1, 128), device=ctx.device), torch.ones(128, device=ctx.device)
+    taken_s = 0.0
+    for _ in range(2):  # the first time it may be compiled
+        begin_s = time.perf_counter()
+        for _ in range(LAUNCHES):
+            ctx.ops.rms_norm(x_TH, weight_H, 1e-6)
+        taken_s = time.perf_counter() - begin_s
+        torch.cuda.synchronize(ctx.device)
+    return taken_s / LAUNCHES
+
+
+def divided(
+    mode: Mode, banks: Banks, model: ModelConfig, ctx: RankContext, threads: int, graphs: bool = False
+) -> Hybrid | None:
+    """How misses are divided between copies and the CPU; None if, with the choice ours, copies alone are as fast.
+
+    graphs: whether steps would be captured if the CPU computed nothing.
+    """
     if ctx.device.type == "cpu":  # nothing is faster there: half of them each way
         return Hybrid(threads, lambda misses: misses // 2)
     bank = next(iter(banks.values()))
     measured = fetch_or_compute(bank.gate_up, bank.down, ctx.device, threads, misses=model.experts_per_token)
+    measured = replace(measured, ungraphed_s=LAYER_LAUNCHES * launch_seconds(ctx) if graphs else 0.0)
     choice = measured.agreed(ctx.comm.minimum)
     logger.info(
         "experts that are not in slots: %.0f us to fetch one, %.0f us to compute it with %d threads, %.2f times as "
-        "long side by side; %s is chosen",
+        "long side by side, %.0f us a layer without graphs; %s is chosen%s",
         1e6 * (choice.fetch_start_s + choice.fetch_s), 1e6 * (choice.compute_start_s + choice.compute_s), threads,
-        choice.contention, choice.name if mode == "either" else mode,
+        choice.contention, 1e6 * choice.ungraphed_s, choice.name, "" if mode == "either" else f", {mode} was asked for",
     )  # fmt: skip
     if mode == "either" and choice.name == "offload":
         return None

@@ -7,8 +7,10 @@ m - f on the CPU run at the same time, and beside both the GPU computes the hits
 
 where copies(n) and computing(n) are start + n * each, and contention, measured too, is what they cost each other, for
 both read host memory. f = m is offload; hybrid takes the best f, so that by this model it is never slower than either
-alone. It is chosen if it is faster by MARGIN over the numbers of misses that a token can have. On a CPU nothing runs
-beside, and times add up. Of a prompt, experts have many tokens each: those are fetched, whatever is chosen.
+alone. But no CUDA graph holds what the host divides: where offload has graphs, a layer of hybrid takes `ungraphed_s`
+more, which over a fast link is more than the copies. Hybrid is chosen if it is faster by MARGIN over the numbers of
+misses that a token can have. On a CPU nothing runs beside, and times add up. Of a prompt, experts have many tokens
+each: those are fetched, whatever is chosen.
 """
 
 import time
@@ -42,12 +44,14 @@ class Choice:
     contention: float  # 1 or more: what copies and computing at the same time take of what the slower takes alone
     overlap: bool  # whether they can run at the same time
     misses: int
+    ungraphed_s: float = 0.0  # that a layer takes longer if the host divides its misses
 
     @property
     def name(self) -> Literal["offload", "hybrid"]:
         counts = range(1, self.misses + 1)
         fetched_s = sum(self.seconds(count, count) for count in counts)
-        return "hybrid" if sum(self.seconds(n, self.split(n)) for n in counts) * MARGIN < fetched_s else "offload"
+        hybrid_s = sum(self.seconds(n, self.split(n)) + self.ungraphed_s for n in counts)
+        return "hybrid" if hybrid_s * MARGIN < fetched_s else "offload"
 
     def seconds(self, misses: int, fetched: int) -> float:
         """Of one layer with so many misses, of which `fetched` are fetched and the others computed."""
@@ -80,6 +84,7 @@ class Choice:
             slowest(self.contention),
             bool(minimum(int(self.overlap))),
             minimum(self.misses),
+            slowest(self.ungraphed_s),
         )
 
 
