@@ -142,11 +142,10 @@ def copies(offload: Offload) -> dict[str, float]:
     count, found = min(offload.count, 32), dict[str, float]()
     fetches = torch.arange(count, dtype=torch.int32, device=offload.device).repeat(2, 1)
 
-    def by_kernel(many: int) -> None:
-        number = torch.tensor([many], dtype=torch.int32, device=offload.device)
-        offload.ops.fetch_experts(offload.slots[layer].fill, fetches, number)
+    def by_kernel(number_1: torch.Tensor) -> None:
+        offload.ops.fetch_experts(offload.slots[layer].fill, fetches, number_1)
 
-    def by_engine(_: int) -> None:
+    def by_engine(_: torch.Tensor) -> None:
         for source, room in zip(bank.tensors, offload.staging.room(layer).tensors, strict=True):
             room.copy_(source, non_blocking=True)
 
@@ -156,11 +155,12 @@ def copies(offload: Offload) -> dict[str, float]:
         ("kernel_many", by_kernel, count, count * expert_bytes(bank)),
         ("engine_layer", by_engine, 0, bank.nbytes),
     ):
-        work(many)
+        number_1 = torch.tensor([many], dtype=torch.int32, device=offload.device)
+        work(number_1)
         synchronize()
         begin_s = time.perf_counter()
         for _ in range(5):
-            work(many)
+            work(number_1)
         synchronize()
         found[f"{name}_gb_per_s"] = 5 * size / (time.perf_counter() - begin_s) / 1e9
     offload.resize(offload.count)  # what was fetched is not what the table says
