@@ -37,7 +37,7 @@ from shardwise.engine import experts as engine_experts
 from shardwise.experts import bank, store
 from tests.gpu.engine_case import generate
 
-WRITERS = 8
+WRITERS = 4
 INTERVAL = 4  # layers after which kinds repeat
 WARM_LAYERS, WARM_SLOTS = 4, 120
 CARD_GIB = 24.0
@@ -112,7 +112,7 @@ def write_checkpoint(folder: Path, geometry: Path, device: str, seconds: float) 
         todo = [pool.submit(outer.write, folder / "outer.safetensors", None)]
 
         def put(kind: Kind, layer: int) -> None:
-            if time.monotonic() - begin_s < seconds and shutil.disk_usage(folder).free > 3 * WRITERS * len(kind.bytes):
+            if time.monotonic() - begin_s < seconds and shutil.disk_usage(folder).free > 2 * WRITERS * len(kind.bytes):
                 path = folder / f"layer{layer:03}.safetensors"
                 kind.write(path, layer)
                 paths[layer] = path
