@@ -49,7 +49,9 @@ MANY: list[Choice] = [  # tokens of a tile; BO, BK, warps, stages of gates and u
     (128, 128, 64, 4, 3, 128, 64, 4, 3), (64, 128, 128, 4, 3, 128, 128, 4, 3), (128, 128, 128, 8, 2, 128, 128, 8, 2),
     (64, 256, 64, 8, 3, 256, 64, 8, 3),
 ]  # fmt: skip
-SCANS: list[Choice] = [(16, 2), (32, 4), (32, 8), (64, 8)]  # value columns of a program, warps
+DELTAS: list[Choice] = [  # tokens of a block; value columns, warps and stages along blocks; warps of a block
+    (32, 64, 4, 2, 2), (32, 64, 4, 2, 1), (64, 128, 8, 2, 2), (32, 128, 8, 2, 2), (32, 64, 4, 3, 2),
+]  # fmt: skip
 SPLIT: list[Choice] = [  # BO, BK, warps, stages, splits of a product by itself
     (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1),    (32, 128, 4, 4, 1),
 ]  # fmt: skip
@@ -67,7 +69,7 @@ class Part:
     def keys(self, tokens: int) -> list[str]:
         shapes = [f"{kind}:{rows}x{columns}" for kind, rows, columns in self.weights]
         names = [shapes] if self.joint else [[shape] for shape in shapes]
-        at = tuning.bucket(1 if self.what.startswith("scan") else tokens)
+        at = tuning.bucket(1 if self.what == "delta" else tokens)
         return [" ".join([self.what, *name, str(at)]) for name in names]
 
 
@@ -93,7 +95,7 @@ def parts_of(op: str, form: str, tokens: int) -> list[Part]:
         "moe": ((kind, 1024, 2048), (kind, 2048, 512)), "delta prefill": (),
     }[op]  # fmt: skip
     if op == "delta prefill":
-        return [Part("scan 128x128", (), SCANS, joint=True)]
+        return [Part("delta", (), DELTAS, joint=True)]
     if op == "moe" and tokens > max(tuning.BUCKETS):
         return [Part("many", shapes[:1], MANY)]
     if op == "moe" and tokens == 1:

@@ -144,7 +144,7 @@ def test_extreme_gates(impl, a, device):
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 def test_one_token_over_and_over(impl, block_tokens, device, monkeypatch):
     """All keys alike, nothing forgotten: the powers of the system's matrix explode, its inverse does not."""
-    monkeypatch.setattr(prefill, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(prefill, "EXACT", prefill.EXACT._replace(tokens=block_tokens))
     case, state_RVKD = make_case(130, "even", device), make_state("even", device)
     case = replace(
         case,

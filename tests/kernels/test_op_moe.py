@@ -7,7 +7,7 @@ import torch
 
 from shardwise.kernels.linear.reference import dequantise
 from shardwise.kernels.linear.tiles import Target
-from shardwise.kernels.moe import grouped, reference
+from shardwise.kernels.moe import reference, sort
 from shardwise.kernels.moe import triton as fast
 from shardwise.shard import Partition, Segment
 from tests.kernels.weights import FORMATS, cut_weight, make_weight, sources_of, spec_of
@@ -112,6 +112,16 @@ def test_triton_is_the_reference(form, tokens, device):
         assert relative(fast.moe(x, *banks, ids, weights, 2, target), expected) < 1e-6
 
 
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.usefixtures("poison")
+def test_an_expert_that_all_tokens_have_is_in_the_same_sum(first, device):
+    banks = make_weight((5, 64, 80), "fp32", device=device), make_weight((5, 80, 32), "fp32", 1, device)
+    ids, weights = choose(18, 9, 3, device)
+    x, shared, gate = randn(18, 80).to(device), randn(18, 80).to(device) * 3, randn(18, 3).to(device)[:, 1:2]
+    expected = reference.moe(x, *banks, ids, weights, first) + gate.sigmoid() * shared
+    assert relative(fast.moe(x, *banks, ids, weights, first, NATIVE, (shared, gate)), expected) < 1e-6
+
+
 @pytest.mark.parametrize("form", ["fp16", "fp8_block", "fp8_tensor", "nvfp4"])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_triton_takes_fp16(form, tokens, device):
@@ -197,9 +207,9 @@ def test_pairs_are_sorted_by_expert(tokens, experts, first, device, monkeypatch)
     local[(local < 0) | (local >= experts)] = experts
     expected = local.sort(stable=True)
     starts = torch.tensor([int((local < e).sum()) for e in range(experts + 1)])
-    for most in (10**6, 0):  # compared with one another, and sorted by torch
-        monkeypatch.setattr(grouped, "RANKED_PAIRS", most)
-        order, found = grouped.sort_pairs(ids, first, experts)
+    for most in (10**6, 0):  # compared with one another, and counted
+        monkeypatch.setattr(sort, "RANKED_PAIRS", most)
+        order, found = sort.sort_pairs(ids, first, experts)
         assert torch.equal(order.long(), expected.indices)
         assert torch.equal(found.long().cpu(), starts)
 

@@ -86,19 +86,36 @@ def prefill_kernel(
     carried_end = tl.where(tl.load(context_ptr + sequence) > 0, 0, -W)  # places before it come from the state
     state_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * (C * (W - 1))
 
+    here = start + tl.program_id(0) * BT  # what is added per element stays in 32 bits
+    x_ptr += here * x_stride
     y = tl.zeros((BT, BC), dtype=tl.float32)
     for tap in tl.static_range(W):
         source = tokens - (W - 1) + tap
         new_mask = ((source >= 0) & (source < length))[:, None] & inside[None, :]
-        value = tl.load(x_ptr + (start + source[:, None]) * x_stride + channels[None, :], mask=new_mask, other=0.0)
-        old_mask = (source < carried_end)[:, None] & inside[None, :]
-        at = channels[None, :] * (W - 1) + source[:, None] + (W - 1)
-        old = tl.load(state_ptr + at, mask=old_mask, other=0.0)
+        x_at = (tl.arange(0, BT) - (W - 1) + tap)[:, None] * x_stride + channels[None, :]
+        value = tl.load(x_ptr + x_at, mask=new_mask, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + channels * W + tap, mask=inside, other=0.0).to(tl.float32)
-        y += (value.to(tl.float32) + old.to(tl.float32)) * weight[None, :]
-    y = y * tl.sigmoid(y)
-    out_mask = (tokens < length)[:, None] & inside[None, :]
-    tl.store(y_ptr + (start + tokens[:, None]) * C + channels[None, :], y.to(y_ptr.dtype.element_ty), mask=out_mask)
+        y += value * weight[None, :]
+    y_ptr += here * C
+    if tl.program_id(0) == 0:  # values of the state are loaded one by one: a way of its own
+        for tap in tl.static_range(W):
+            source = tokens - (W - 1) + tap
+            old_mask = (source < carried_end)[:, None] & inside[None, :]
+            old_at = channels[None, :] * (W - 1) + source[:, None] + (W - 1)
+            weight = tl.load(weight_ptr + channels * W + tap, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(state_ptr + old_at, mask=old_mask, other=0.0).to(tl.float32) * weight[None, :]
+        _store_silu(y, y_ptr, channels, inside, length - tl.program_id(0) * BT, C, BT)
+    else:
+        _store_silu(y, y_ptr, channels, inside, length - tl.program_id(0) * BT, C, BT)
+
+
+@triton.jit
+def _store_silu(y, y_ptr, channels, inside, length, C: tl.constexpr, BT: tl.constexpr):
+    """Stores SiLU of y [BT, BC] in the rows of a block of `length` tokens."""
+    i = tl.arange(0, BT)
+    y = y / (1 + tl.exp(-y))
+    mask = (i < length)[:, None] & inside[None, :]
+    tl.store(y_ptr + i[:, None] * C + channels[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -17,32 +17,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
-
-RANKED_PAIRS = 8192  # up to so many, comparing all pairs with all is faster than sorting in many launches
-
-
-@triton.jit
-def rank_kernel(ids, order, starts, pairs, first_expert, experts, BM: tl.constexpr, BN: tl.constexpr):
-    """A stable counting sort: order[position] = pair, and starts[e] = pairs of experts below e.
-
-    Items 0 .. pairs are the pairs themselves, the experts + 1 items after them the starts.
-    """
-    item_M = tl.program_id(0) * BM + tl.arange(0, BM)
-    is_pair_M = item_M < pairs
-    key_M = tl.load(ids + item_M, mask=is_pair_M, other=0).to(tl.int32) - first_expert
-    key_M = tl.where((key_M >= 0) & (key_M < experts), key_M, experts)
-    key_M = tl.where(is_pair_M, key_M, item_M - pairs)
-    before_M = tl.zeros((BM,), tl.int32)
-    for first in range(0, pairs, BN):
-        other_N = first + tl.arange(0, BN)
-        key_N = tl.load(ids + other_N, mask=other_N < pairs, other=0).to(tl.int32) - first_expert
-        key_N = tl.where((key_N >= 0) & (key_N < experts), key_N, experts)
-        less = (key_N[None, :] < key_M[:, None]) | (
-            (key_N[None, :] == key_M[:, None]) & (other_N[None, :] < item_M[:, None]) & is_pair_M[:, None]
-        )
-        before_M += tl.sum((less & (other_N < pairs)[None, :]).to(tl.int32), 1)
-    tl.store(order + before_M, item_M, mask=is_pair_M)
-    tl.store(starts + item_M - pairs, before_M, mask=(item_M >= pairs) & (item_M <= pairs + experts))
+from shardwise.kernels.moe import sort
 
 
 @triton.jit
@@ -112,9 +87,10 @@ def grouped_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    y, ids, weights, out, hidden, first_expert, experts, TOP_K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[t] = the weighted sum over those of t's experts that are on this rank."""
+    y, ids, weights, shared, gate, gate_stride, out, hidden, first_expert, experts, SHARED: tl.constexpr,
+    TOP_K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = the weighted sum over those of t's experts that are on this rank; SHARED: + sigmoid(gate) shared[t]."""
     row = tl.program_id(0).to(tl.int64)
     h_H = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     k_K = tl.arange(0, BK)
@@ -123,8 +99,12 @@ def combine_kernel(
     share_K = tl.load(weights + row * TOP_K + k_K, mask=ok_K, other=0)
     at = (row * TOP_K + k_K)[:, None] * hidden + h_H
     y_KH = tl.load(y + at, mask=ok_K[:, None] & (h_H < hidden), other=0).to(tl.float32)
-    total_H = tl.sum(y_KH * share_K[:, None], 0)
-    tl.store(out + row * hidden + h_H, total_H[None, :], mask=h_H < hidden)
+    total_H = tl.sum(y_KH * share_K[:, None], 0)[None, :]
+    at, ok = row * hidden + h_H, h_H < hidden
+    if SHARED:
+        share = tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+        total_H += share * tl.load(shared + at, mask=ok, other=0)
+    tl.store(out + at, total_H, mask=ok)
 
 
 @dataclass(frozen=True)
@@ -177,24 +157,6 @@ def grouped_configs(
     return BT, up_config, config
 
 
-def sort_pairs(ids_Tk: torch.Tensor, first_expert: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs by expert, in their order otherwise -> order_M int32, starts_E1 int32; other ranks' pairs come last."""
-    pairs = ids_Tk.numel()
-    if pairs > RANKED_PAIRS:
-        key_M = ids_Tk.flatten() - first_expert
-        key_M = torch.where((key_M >= 0) & (key_M < experts), key_M, experts)
-        sorted_M, order_M = key_M.sort(stable=True)
-        bounds_E1 = torch.arange(experts + 1, device=ids_Tk.device, dtype=sorted_M.dtype)
-        return order_M.int(), torch.searchsorted(sorted_M, bounds_E1, out_int32=True)
-    order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
-    starts_E1 = torch.empty(experts + 1, dtype=torch.int32, device=ids_Tk.device)
-    BM = 32
-    rank_kernel[(triton.cdiv(pairs + experts + 1, BM),)](
-        ids_Tk, order_M, starts_E1, pairs, first_expert, experts, BM, 256, num_warps=4
-    )
-    return order_M, starts_E1
-
-
 def moe(
     x_TH: torch.Tensor,
     up_bank: Operand,
@@ -204,13 +166,35 @@ def moe(
     first_expert: int,
     experts: int,
     target: Target,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of the experts' outputs -> [T, H] fp32."""
-    (tokens, top_k), (hidden, width), pairs = ids_Tk.shape, down_bank.layout[2:4], ids_Tk.numel()
-    device, x_bytes = x_TH.device, x_TH.element_size()
-    order_M, starts_E1 = sort_pairs(ids_Tk, first_expert, experts)
-    BE = power_of_two(experts)
-    BT, up_config, config = grouped_configs(up_bank, down_bank, tokens, pairs / experts, target, x_bytes)
+    """The weighted sum of the experts' outputs -> [T, H] fp32. shared: see triton.moe."""
+    (tokens, top_k), hidden = ids_Tk.shape, down_bank.layout[2]
+    order_M, starts_E1 = sort.sort_pairs(ids_Tk, first_expert, experts)
+    y_MH = _outputs(x_TH, up_bank, down_bank, order_M, starts_E1, ids_Tk.shape, target)
+    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=x_TH.device)
+    block = min(power_of_two(hidden), 1024)
+    shared_TH, gate_T1 = shared or (out_TH, out_TH)
+    combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        y_MH, ids_Tk, weights_Tk, shared_TH, gate_T1, gate_T1.stride(0), out_TH, hidden, first_expert, experts,
+        shared is not None, top_k, power_of_two(top_k), block, num_warps=4,
+    )  # fmt: skip
+    return out_TH
+
+
+def _outputs(
+    x_TH: torch.Tensor,
+    up_bank: Operand,
+    down_bank: Operand,
+    order_M: torch.Tensor,
+    starts_E1: torch.Tensor,
+    chosen: tuple[int, ...],
+    target: Target,
+) -> torch.Tensor:
+    """y [M, H]: the output of each pair, in the order of the pairs; chosen: tokens, and experts a token."""
+    (tokens, top_k), (hidden, width), experts = chosen, down_bank.layout[2:4], len(starts_E1) - 1
+    device, pairs, BE = x_TH.device, len(order_M), power_of_two(experts)
+    BT, up_config, config = grouped_configs(up_bank, down_bank, tokens, pairs / experts, target, x_TH.element_size())
     tiles = min(pairs, experts + pairs // BT)
     act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
     BI = up_config.BO // 2
@@ -223,23 +207,16 @@ def moe(
         act_MI, *down_bank.tensors(), y_MH, order_M, starts_E1, experts, down_bank.layout, BE, config.BO, BT,
         config.BK, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
-    block = min(power_of_two(hidden), 1024)
-    combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        y_MH, ids_Tk, weights_Tk, out_TH, hidden, first_expert, experts, top_k, power_of_two(top_k), block,
-        num_warps=4,
-    )  # fmt: skip
-    return out_TH
+    return y_MH
 
 
 def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     """All kernels for the banks of real models, with what each size of shared memory allows."""
     types = dict.fromkeys(("ids", "order", "starts"), "*i32") | {"weights": "*fp32", "out": "*fp32"}
-    types |= dict.fromkeys(("x", "act", "y"), "*bf16")
-    constexprs = {"BM": 32, "BN": 256}
-    yield CompileCase(rank_kernel, signature(rank_kernel, constexprs, types), constexprs, 4, 1)
-    constexprs = {"TOP_K": 8, "BK": 8, "BLOCK": 1024}
+    types |= dict.fromkeys(("x", "act", "y"), "*bf16") | {"shared": "*fp32", "gate": "*fp32"}
+    constexprs = {"SHARED": True, "TOP_K": 8, "BK": 8, "BLOCK": 1024}
     yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
+    yield from sort.compile_cases()
     for up, down in banks(native_fp8):
         if down.of.layout[3] == 64:  # a width as any other for these kernels
             continue
