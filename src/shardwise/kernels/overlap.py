@@ -1,7 +1,8 @@
 """Programmatic dependent launch (sm_90 and up): a kernel starts while the one before it ends.
 
-Every program of such a kernel must wait before it touches memory that an earlier kernel writes, or still reads. As all
-do so first of all, a kernel that is done has seen everything before it done.
+Such a kernel asks for its weights first, so that they are on their way while the kernel before it ends; then it waits.
+Only what no kernel of a step writes may be read before: weights, and what the host wrote for the step. Every program
+waits before it is done, whether it reads anything or not: a kernel that is done has seen everything before it done.
 """
 
 from typing import Any
@@ -14,10 +15,19 @@ CAPABILITY = (9, 0)
 
 
 @triton.jit
-def after_previous(PDL: tl.constexpr):
-    """Let the next kernel come, and wait until the previous one is done; nothing without PDL."""
+def let_next_come(PDL: tl.constexpr):
+    """Let the next kernel start, as far as there is room for it; nothing without PDL.
+
+    After after_previous, it also tells the next kernel that all before this one is done.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """Wait until the previous kernel is done, and all before it; nothing without PDL."""
+    if PDL:
         tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -19,7 +19,7 @@ from shardwise.kernels.delta.decode import NORM_EPS, log_decay
 from shardwise.kernels.delta.triton import _packed as packed
 from shardwise.kernels.delta.triton import gated_delta
 from shardwise.kernels.norm.triton import gated_rms_norm
-from shardwise.kernels.overlap import after_previous, launch
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 STATE_ELEMENTS = 128 * 128  # of one head, most that a program holds in registers
@@ -34,6 +34,7 @@ def delta_norm_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence, one head: its state is read and written once, its output normed and gated."""
+    let_next_come(PDL)
     after_previous(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)

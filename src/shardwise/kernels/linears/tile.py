@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale, tile_product
-from shardwise.kernels.linears.stream import convolved
-from shardwise.kernels.overlap import after_previous
+from shardwise.kernels.linears.stream import conv_window, convolved
+from shardwise.kernels.overlap import after_previous, let_next_come
 
 
 @triton.jit
@@ -28,9 +28,8 @@ def _tile_part(
     if TAPS > 0:
         rounded_TO = tl.trans(y_OT.to(out.dtype.element_ty).to(tl.float32))
         ok_TO = ok_T[:, None] & ok_O[None, :]
-        y_OT = tl.trans(
-            convolved(rounded_TO, t_T, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
-        )
+        window, taps_OK, at = conv_window(t_T, o_O, ok_TO, conv, state, context, rows, tokens, W[ROWS], TAPS, WINDOW)
+        y_OT = tl.trans(convolved(rounded_TO, ok_TO, window, taps_OK, at, state, TAPS, WINDOW))
     at = (t_T * W[ROWS])[None, :] + o_O[:, None]
     tl.store(out + at, y_OT.to(out.dtype.element_ty), mask=ok_O[:, None] & ok_T[None, :])
 
@@ -43,6 +42,7 @@ def tile_linears_kernel(
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of one of up to three weights (R1, R2: 0 without), C columns a step, for T tokens."""
+    let_next_come(PDL)
     after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0

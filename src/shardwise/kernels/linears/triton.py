@@ -151,7 +151,7 @@ def _stream(
     )
     programs = sum(triton.cdiv(of.layout[2], constexprs[f"R{n}"]) for n, of in enumerate(operands))
     norm_linears_kernel[(programs + int(normed is not None),)](
-        x_TH, added_TH, norm_H, total_TH, 1, eps, *convolution, *tensors, **constexprs, **launch(pdl),
+        x_TH, added_TH, norm_H, total_TH, eps, *convolution, *tensors, **constexprs, **launch(pdl),
         num_warps=warps,
     )  # fmt: skip
     return outputs
@@ -193,7 +193,7 @@ def _arguments(
 
 def stream_constants(operands: Sequence[Operand], normed: bool, taps: int, gpu: str = "") -> tuple[dict[str, Any], int]:
     """What the streaming kernel is compiled for, and its warps."""
-    found: dict[str, Any] = {"NORM": normed, "ADD": normed, "TAPS": taps, "WINDOW": power_of_two(taps), "T": 1}
+    found: dict[str, Any] = {"NORM": normed, "ADD": normed, "TAPS": taps, "WINDOW": power_of_two(taps)}
     configs = [normed_config(of, 1, gpu) if normed else stream_config(of, 1, gpu) for of in operands]
     for n in range(PARTS):
         of, chosen = operands[min(n, len(operands) - 1)], configs[min(n, len(operands) - 1)]

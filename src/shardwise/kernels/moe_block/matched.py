@@ -19,7 +19,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
-from shardwise.kernels.overlap import after_previous, launch
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 COMBINE_BLOCK = 512
 
@@ -62,6 +62,7 @@ def matched_gate_up_kernel(
     WS: tl.constexpr, BIS: tl.constexpr, BKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of the shared expert, then those of every pair: some rows of one expert for all of its tokens."""
+    let_next_come(PDL)
     after_previous(PDL)
     SHARED: tl.constexpr = (WS[ROWS] // 2 + BIS - 1) // BIS
     TILES: tl.constexpr = (W[ROWS] // 2 + BI - 1) // BI
@@ -99,6 +100,7 @@ def matched_down_kernel(
     WS: tl.constexpr, BOS: tl.constexpr, BKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As above: y[pair] of routed experts, and y[pairs + token] of the shared one."""
+    let_next_come(PDL)
     after_previous(PDL)
     SHARED: tl.constexpr = (WS[ROWS] + BOS - 1) // BOS
     TILES: tl.constexpr = (W[ROWS] + BO - 1) // BO
@@ -121,6 +123,7 @@ def matched_combine_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the weighted sum of its experts' outputs, and sigmoid(gate) times the shared expert's."""
+    let_next_come(PDL)
     after_previous(PDL)
     row, k_K = tl.program_id(0).to(tl.int64), tl.arange(0, KP)
     h_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

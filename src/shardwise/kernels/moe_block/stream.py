@@ -1,5 +1,8 @@
 """Kernels of a block of experts for a few tokens: three launches, each of which streams its weights once.
 
+What is read before a kernel waits for the one before it (see overlap.py): weights that do not depend on a choice, and
+by down_kernel the choice itself, which was made before gate_up_kernel, and with it all of its weights.
+
 Legend: T tokens, H hidden, E experts, I intermediate, k experts a token (K in kernels), M = T * k pairs of token and
 expert, R rows of a program, C chunks of V elements.
 """
@@ -9,97 +12,103 @@ expert, R rows of a program, C chunks of V elements.
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_sums, coarse_scale
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_codes, chunks, coarse_scale, code_sums
 from shardwise.kernels.linears.stream import normed_sums, summed
-from shardwise.kernels.overlap import after_previous
+from shardwise.kernels.overlap import after_previous, let_next_come
 
 LEAST = tl.constexpr(-(2**63))
 LOW = tl.constexpr(2**32 - 1)
 
 
 @triton.jit
-def choose_experts(
-    logits, weights, ids, tokens, experts, STRIDE: tl.constexpr, T: tl.constexpr, TOP_K: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """The largest logit TOP_K times for each token, the lower id first among equals; softmax over those.
+def choose_experts(logits, weights, ids, experts, TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr):
+    """The largest logit TOP_K times, the lower id first among equals; softmax over those.
 
     A logit and its id are one whole number, so that one maximum finds both.
     """
-    t_T, e_E, slot_K = tl.arange(0, T), tl.arange(0, BE), tl.arange(0, BK)
-    ok_TE = (t_T < tokens)[:, None] & (e_E < experts)[None, :]
+    e_E, slot_K = tl.arange(0, BE), tl.arange(0, BK)
     # Other processors have just written them: what this one's first cache holds may be older.
-    x_TE = tl.load(logits + (t_T * STRIDE)[:, None] + e_E[None, :], mask=ok_TE, other=0, cache_modifier=".cg")
-    x_TE = tl.where(x_TE == x_TE, x_TE, float("-inf"))
-    bits_TE = tl.where(x_TE == 0, 0.0, x_TE).to(tl.int32, bitcast=True)
-    order_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key_TE = tl.where(ok_TE, (order_TE << 32) | (BE - 1 - e_E)[None, :].to(tl.int64), LEAST)
-    best_TK = tl.zeros((T, BK), tl.int64)
+    x_E = tl.load(logits + e_E, mask=e_E < experts, other=0, cache_modifier=".cg")
+    x_E = tl.where(x_E == x_E, x_E, float("-inf"))
+    bits_E = tl.where(x_E == 0, 0.0, x_E).to(tl.int32, bitcast=True)
+    order_E = (bits_E ^ ((bits_E >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key_E = tl.where(e_E < experts, (order_E << 32) | (BE - 1 - e_E).to(tl.int64), LEAST)
+    best_K = tl.zeros((BK,), tl.int64)
     for slot in tl.static_range(TOP_K):
-        best_T = tl.max(key_TE, 1)
-        best_TK = tl.where((slot_K == slot)[None, :], best_T[:, None], best_TK)
-        key_TE = tl.where(key_TE == best_T[:, None], LEAST, key_TE)
-    id_TK = (BE - 1 - (best_TK & LOW)).to(tl.int32)
-    order_TK = (best_TK >> 32).to(tl.int32)
-    logit_TK = (order_TK ^ ((order_TK >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    logit_TK = tl.where((slot_K < TOP_K)[None, :], logit_TK, float("-inf"))
-    share_TK = tl.exp(logit_TK - tl.max(logit_TK, 1)[:, None])
-    share_TK /= tl.sum(share_TK, 1)[:, None]
-    at = (t_T * TOP_K)[:, None] + slot_K[None, :]
-    ok_TK = (t_T < tokens)[:, None] & (slot_K < TOP_K)[None, :]
-    tl.store(weights + at, share_TK, mask=ok_TK)
-    tl.store(ids + at, id_TK, mask=ok_TK)
+        best = tl.max(key_E, 0)
+        best_K = tl.where(slot_K == slot, best, best_K)
+        key_E = tl.where(key_E == best, LEAST, key_E)
+    id_K = (BE - 1 - (best_K & LOW)).to(tl.int32)
+    order_K = (best_K >> 32).to(tl.int32)
+    logit_K = (order_K ^ ((order_K >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    logit_K = tl.where(slot_K < TOP_K, logit_K, float("-inf"))
+    share_K = tl.exp(logit_K - tl.max(logit_K, 0))
+    share_K /= tl.sum(share_K, 0)
+    tl.store(weights + slot_K, share_K, mask=slot_K < TOP_K)
+    tl.store(ids + slot_K, id_K, mask=slot_K < TOP_K)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def norm_route_kernel(
-    x, added, norm, total, normed, value, fine, coarse, logits, weights, ids, arrivals, tokens, eps, experts,
-    W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, ADD: tl.constexpr,
-    TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, added, norm, total, normed, value, fine, coarse, logits, weights, ids, arrivals, eps, experts,
+    W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, TOP_K: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs with R rows of the router; the one that is done last chooses. Then a program a token, for the norm."""
-    after_previous(PDL)
+    """One token: programs with R rows of the router; the one that is done last chooses. The last is for the norm."""
+    let_next_come(PDL)
     program = tl.program_id(0)
     K: tl.constexpr = W[COLUMNS]
     N: tl.constexpr = (W[ROWS] + R - 1) // R
     if program < N:
-        o_R, t_T = program * R + tl.arange(0, R), tl.arange(0, T)
-        y_TR = normed_sums(x, added, norm, value, fine, coarse, o_R, tokens, eps, W, T, R, C, V, True, ADD)
-        ok_TR = (t_T < tokens)[:, None] & (o_R < W[ROWS])[None, :]
-        tl.store(logits + (t_T * W[ROWS])[:, None] + o_R[None, :], y_TR, mask=ok_TR)
+        o_R = program * R + tl.arange(0, R)
+        y_1R = normed_sums(x, added, norm, value, fine, coarse, o_R, eps, W, R, C, V, True, True, PDL)
+        tl.store(logits + o_R[None, :], y_1R, mask=(o_R < W[ROWS])[None, :])
         tl.debug_barrier()
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == N - 1:
             tl.debug_barrier()
-            choose_experts(logits, weights, ids, tokens, experts, W[ROWS], T, TOP_K, BE, BK)
+            choose_experts(logits, weights, ids, experts, TOP_K, BE, BK)
             tl.store(arrivals, 0)
     else:
-        row, h_H = (program - N).to(tl.int64) * K, tl.arange(0, BLOCK)
+        h_H = tl.arange(0, BLOCK)
         ok_H = h_H < K
-        x_H = summed(x, added, row + h_H, ok_H, ADD)
-        if ADD:
-            tl.store(total + row + h_H, x_H.to(total.dtype.element_ty), mask=ok_H)
         factor_H = 1.0 + tl.load(norm + h_H, mask=ok_H, other=0).to(tl.float32)
+        after_previous(PDL)
+        x_H = summed(x, added, h_H, ok_H, True)
+        tl.store(total + h_H, x_H.to(total.dtype.element_ty), mask=ok_H)
         y_H = x_H * tl.rsqrt(tl.sum(x_H * x_H, 0) / K + eps) * factor_H
-        tl.store(normed + row + h_H, y_H.to(normed.dtype.element_ty), mask=ok_H)
+        tl.store(normed + h_H, y_H.to(normed.dtype.element_ty), mask=ok_H)
 
 
 @triton.jit
 def _gated(
-    x, act, value, fine, coarse, expert, tile, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr
-):
-    """act = silu(gate) * up of R gate rows and their R up rows of one expert, for the one token at x."""
+    x, act, value, fine, coarse, ids, tile, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
+    ROUTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """act = silu(gate) * up of R gate rows and their R up rows of one expert, for the one token at x.
+
+    ROUTED: of the expert at `ids`, which the kernel before this one writes. Then the next kernel may read it, too.
+    """
     K: tl.constexpr = W[COLUMNS]
     I: tl.constexpr = W[ROWS] // 2  # noqa: E741
-    r_2R = tl.arange(0, 2 * R)
+    N: tl.constexpr = K // V
+    EVEN: tl.constexpr = N % C == 0
+    r_2R, c_C = tl.arange(0, 2 * R), tl.arange(0, C)
     i_2R = tile * R + r_2R % R
     ok_12R, o_12R = (i_2R < I)[None, :], (i_2R + r_2R // R * I)[None, :]
-    e_12R = tl.zeros((1, 2 * R), tl.int32) + expert
+    e_12R = tl.zeros((1, 2 * R), tl.int32)
+    if ROUTED:
+        after_previous(PDL)
+        e_12R += tl.load(ids)
+    raw, scales = chunk_codes(value, fine, e_12R, o_12R, ok_12R, c_C, V, EVEN and I % R == 0, W)
+    if not ROUTED:
+        after_previous(PDL)
+    let_next_come(PDL)
     sums = tl.zeros((C, 1, 2 * R), tl.float32)
-    for first in range(0, K // V, C):
+    for first in range(0, N, C):
         c_C = first + tl.arange(0, C)
-        at = (c_C * V)[:, None, None] + tl.arange(0, V)[None, None, :]
-        x_C1V = tl.load(x + at, mask=(c_C < K // V)[:, None, None], other=0).to(tl.float32)
-        sums += chunk_sums(x_C1V, value, fine, e_12R, o_12R, ok_12R, c_C, V, W)
+        sums += code_sums(chunks(x, c_C, V, K, EVEN)[:, None, :], raw, scales, V, W)
+        if N > C:  # the next ones; nothing after the last
+            raw, scales = chunk_codes(value, fine, e_12R, o_12R, ok_12R, c_C + C, V, False, W)
     both = tl.sum(sums, 0) * coarse_scale(coarse, e_12R, o_12R, ok_12R, W)
     gate, up = tl.split(tl.trans(tl.reshape(both, (2, R))))
     i_R = tile * R + tl.arange(0, R)
@@ -113,20 +122,35 @@ def gate_up_kernel(
     TOP_K: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, WS: tl.constexpr,
     RS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, tile): the rows of one expert for one token; after the pairs come the tokens' shared experts."""
-    after_previous(PDL)
-    pair, tile = tl.program_id(0), tl.program_id(1)
-    pairs = tokens * TOP_K
-    if pair < pairs:
-        if tile * R < W[ROWS] // 2:
-            row = (pair // TOP_K).to(tl.int64) * W[COLUMNS]
-            act_row = pair.to(tl.int64) * (W[ROWS] // 2)
-            _gated(x + row, act + act_row, value, fine, coarse, tl.load(ids + pair), tile, W, R, C, V)
+    """Programs of the tokens' shared experts, then of pairs: some rows of one expert for one token."""
+    SHARED: tl.constexpr = (WS[ROWS] // 2 + RS - 1) // RS
+    TILES: tl.constexpr = (W[ROWS] // 2 + R - 1) // R
+    program = tl.program_id(0)
+    if program < tokens * SHARED:
+        token = (program // SHARED).to(tl.int64)
+        x_row, act_row = x + token * WS[COLUMNS], shared_act + token * (WS[ROWS] // 2)
+        _gated(x_row, act_row, shared_value, shared_fine, shared_coarse, ids, program % SHARED, WS, RS, CS, VS, False,
+               PDL)  # fmt: skip
     else:
-        if tile * RS < WS[ROWS] // 2:
-            token = (pair - pairs).to(tl.int64)
-            x_row, act_row = x + token * WS[COLUMNS], shared_act + token * (WS[ROWS] // 2)
-            _gated(x_row, act_row, shared_value, shared_fine, shared_coarse, tile * 0, tile, WS, RS, CS, VS)
+        program -= tokens * SHARED
+        pair = (program // TILES).to(tl.int64)
+        x_row, act_row = x + pair // TOP_K * W[COLUMNS], act + pair * (W[ROWS] // 2)
+        _gated(x_row, act_row, value, fine, coarse, ids + pair, program % TILES, W, R, C, V, True, PDL)
+
+
+@triton.jit
+def _acts(act, row_K, c_C, ok_K, V: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
+    """As chunks, of a row of `act` for each expert -> [C, K, V]; 0 where not `ok`."""
+    BYTES: tl.constexpr = act.dtype.element_ty.primitive_bitwidth // 8
+    P: tl.constexpr = V if V * BYTES <= 16 else 16 // BYTES
+    at_CK = (c_C * V)[:, None] + row_K[None, :]
+    part_VP = (tl.arange(0, V // P) * P)[:, None] + tl.arange(0, P)[None, :]
+    at = at_CK[:, :, None, None] + part_VP[None, None, :, :]
+    if WHOLE:
+        found = tl.load(act + at)
+    else:
+        found = tl.load(act + at, mask=((c_C < K // V)[:, None] & ok_K[None, :])[:, :, None, None], other=0)
+    return tl.reshape(found, (c_C.shape[0], row_K.shape[0], V)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["gate_stride"])
@@ -136,34 +160,46 @@ def down_kernel(
     V: tl.constexpr, WS: tl.constexpr, CS: tl.constexpr, VS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weighted sum over a token's experts, which are read side by side, and of its shared expert."""
-    after_previous(PDL)
+    let_next_come(PDL)
     row = tl.program_id(0).to(tl.int64)
     I: tl.constexpr = W[COLUMNS]  # noqa: E741
     IS: tl.constexpr = WS[COLUMNS]
-    k_K = tl.arange(0, BK)
+    EVEN: tl.constexpr = I // V % C == 0 and TOP_K == BK
+    SHARED_EVEN: tl.constexpr = IS // VS % CS == 0
+    k_K, c_C, c_S = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, CS)
     o_R = tl.program_id(1) * R + tl.arange(0, R)
-    o_1R, ok_1R = o_R[None, :], (o_R < W[ROWS])[None, :]
-    shared_CR = tl.zeros((CS, 1, R), tl.float32)
-    e_1R = tl.zeros((1, R), tl.int32)
+    o_1R, ok_1R, ok_K = o_R[None, :], (o_R < W[ROWS])[None, :], k_K < TOP_K
+    # Chosen before gate_up_kernel, which lets this one come only then; this processor's own cache may be older.
+    expert_K = tl.load(ids + row * TOP_K + k_K, mask=ok_K, other=0, cache_modifier=".cg").to(tl.int32)
+    share_K = tl.load(weights + row * TOP_K + k_K, mask=ok_K, other=0, cache_modifier=".cg")
+    opened = tl.load(gate + row * gate_stride, cache_modifier=".cg").to(tl.float32)
+    e_1R, e_K1, ok_KR = o_1R * 0, expert_K[:, None], ok_K[:, None] & ok_1R
+    shared_raw, shared_scales = chunk_codes(
+        shared_value, shared_fine, e_1R, o_1R, ok_1R, c_S, VS, SHARED_EVEN and W[ROWS] % R == 0, WS
+    )
+    raw, scales = chunk_codes(value, fine, e_K1, o_1R, ok_KR, c_C, V, EVEN and W[ROWS] % R == 0, W)
+    shared_scale_1R = coarse_scale(shared_coarse, e_1R, o_1R, ok_1R, WS) * tl.sigmoid(opened)
+    scale_KR = coarse_scale(coarse, e_K1, o_1R, ok_KR, W) * share_K[:, None]
+    after_previous(PDL)
+    shared_C1R = tl.zeros((CS, 1, R), tl.float32)
     for first in range(0, IS // VS, CS):
-        c_C = first + tl.arange(0, CS)
-        at = row * IS + (c_C * VS)[:, None, None] + tl.arange(0, VS)[None, None, :]
-        x_C1V = tl.load(shared_act + at, mask=(c_C < IS // VS)[:, None, None], other=0).to(tl.float32)
-        shared_CR += chunk_sums(x_C1V, shared_value, shared_fine, e_1R, o_1R, ok_1R, c_C, VS, WS)
-    y_1R = tl.sum(shared_CR, 0) * coarse_scale(shared_coarse, e_1R, o_1R, ok_1R, WS)
-    y_1R *= tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
-    expert_K = tl.load(ids + row * TOP_K + k_K, mask=k_K < TOP_K, other=0).to(tl.int32)
-    share_K = tl.load(weights + row * TOP_K + k_K, mask=k_K < TOP_K, other=0)
-    e_K1, ok_KR = expert_K[:, None], (k_K < TOP_K)[:, None] & ok_1R
+        c_S = first + tl.arange(0, CS)
+        x_CV = chunks(shared_act + row * IS, c_S, VS, IS, SHARED_EVEN)
+        shared_C1R += code_sums(x_CV[:, None, :], shared_raw, shared_scales, VS, WS)
+        if IS // VS > CS:
+            shared_raw, shared_scales = chunk_codes(
+                shared_value, shared_fine, e_1R, o_1R, ok_1R, c_S + CS, VS, False, WS
+            )
     sums_CKR = tl.zeros((C, BK, R), tl.float32)
     for first in range(0, I // V, C):
         c_C = first + tl.arange(0, C)
-        at = (c_C * V)[:, None, None] + ((row * TOP_K + k_K) * I)[None, :, None] + tl.arange(0, V)[None, None, :]
-        ok = (c_C < I // V)[:, None, None] & (k_K < TOP_K)[None, :, None]
-        x_CKV = tl.load(act + at, mask=ok, other=0).to(tl.float32)
-        sums_CKR += chunk_sums(x_CKV, value, fine, e_K1, o_1R, ok_KR, c_C, V, W)
-    y_KR = tl.sum(sums_CKR, 0) * coarse_scale(coarse, e_K1, o_1R, ok_KR, W) * share_K[:, None]
-    tl.store(out + row * W[ROWS] + o_1R, y_1R + tl.sum(y_KR, 0)[None, :], mask=ok_1R)
+        x_CKV = _acts(act, (row * TOP_K + k_K) * I, c_C, ok_K, V, I, EVEN)
+        sums_CKR += code_sums(x_CKV, raw, scales, V, W)
+        if I // V > C:
+            raw, scales = chunk_codes(value, fine, e_K1, o_1R, ok_KR, c_C + C, V, False, W)
+    y_R = tl.sum(tl.reshape(sums_CKR * scale_KR[None, :, :], (C * BK, R)), 0)
+    y_1R = tl.sum(shared_C1R, 0) * shared_scale_1R + y_R[None, :]
+    tl.store(out + row * W[ROWS] + o_1R, y_1R, mask=ok_1R)
 
 
 @triton.jit(do_not_specialize=["gate_stride"])

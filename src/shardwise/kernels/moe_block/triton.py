@@ -66,7 +66,7 @@ def norm_route(
     constexprs, warps = _route_constants(of, top_k, target.name)
     norm_route_kernel[(triton.cdiv(of.layout[2], constexprs["R"]) + tokens,)](
         residual_TH, added_TH, norm_H, total_TH, x_TH, *of.tensors(), logits_TE1,
-        weights_Tk, ids_Tk, arrivals, tokens, eps, of.layout[2] - 1, **constexprs, num_warps=warps,
+        weights_Tk, ids_Tk, arrivals, eps, of.layout[2] - 1, **constexprs, num_warps=warps,
         **launch(pdl),
     )  # fmt: skip
     return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
@@ -76,7 +76,7 @@ def _route_constants(of: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, 
     """What the kernel is compiled for, and its warps."""
     chosen = normed_config(of, 1, gpu)
     return {
-        "W": of.layout, "T": 1, "R": chosen.R, "C": chosen.C, "V": of.chunk, "ADD": True,
+        "W": of.layout, "R": chosen.R, "C": chosen.C, "V": of.chunk,
         "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
         "BLOCK": power_of_two(of.layout[3]),
     }, chosen.warps  # fmt: skip
@@ -153,10 +153,9 @@ def _stream(
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
     constexprs, warps = _up_constants(up, shared_up, top_k, gpu)
-    tiles = max(
-        triton.cdiv(up.layout[2] // 2, constexprs["R"]), triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
-    )
-    gate_up_kernel[(tokens * (top_k + 1), tiles)](
+    programs = triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
+    programs += top_k * triton.cdiv(up.layout[2] // 2, constexprs["R"])
+    gate_up_kernel[(tokens * programs,)](
         x_TH, act_MI, shared_act_TI, ids_Tk, *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
         num_warps=warps, **launch(pdl),
     )  # fmt: skip
