@@ -1,7 +1,7 @@
 """The gated delta rule with its norm: one kernel for sequences of one token, a program a head; chunks by the others.
 
 With S the state and d its decay: k S' = d (k S) and q (S' + k delta) = d (q S) + (q k) delta, so that both products
-with the state are taken of what was read, side by side.
+with the state are taken of what was read, side by side. The factors of the l2 norms of q and k go onto sums.
 Legend: T tokens, S sequences, G key heads, V value heads, K key width, D value width, R rows of state.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.delta import prefill as filling
 from shardwise.kernels.delta.decode import NORM_EPS, log_decay
 from shardwise.kernels.delta.triton import _packed as packed
 from shardwise.kernels.delta.triton import gated_delta
+from shardwise.kernels.linear.tiles import target_of
 from shardwise.kernels.norm.triton import gated_rms_norm
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
@@ -35,7 +37,6 @@ def delta_norm_kernel(
 ):  # fmt: skip
     """One token of one sequence, one head: its state is read and written once, its output normed and gated."""
     let_next_come(PDL)
-    after_previous(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -45,31 +46,36 @@ def delta_norm_kernel(
     state_ptr += (row * V + head) * (K * D)
     at = wide[:, None] * D + columns[None, :]
     mask = (wide < K)[:, None] & (columns < D)[None, :]
-    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0)
+    # Written steps ago, so it need not wait for the kernel before; this processor's own cache may be older.
+    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0, cache_modifier=".cg")
+    factor = tl.load(norm_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    A_log, dt_bias = tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head)
+    after_previous(PDL)
 
     q = tl.load(q_ptr + token * q_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + token * k_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + token * v_stride + head * D + columns, mask=columns < D, other=0.0).to(tl.float32)
     z = tl.load(gate_ptr + token * gate_stride + head * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-    factor = tl.load(norm_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
     a, b = tl.load(a_ptr + token * a_stride + head), tl.load(b_ptr + token * b_stride + head).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS) * (K**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
-
-    decay = tl.exp(log_decay(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head)))
     seen, asked = tl.sum(state * k[:, None], axis=0), tl.sum(state * q[:, None], axis=0)
-    delta = (v - decay * seen) * tl.sigmoid(b)
-    tl.store(state_ptr + at, state * decay + k[:, None] * delta[None, :], mask=mask)
-    out = decay * asked + tl.sum(q * k, axis=0) * delta
+    k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
+    q_scale = tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS) * (K**-0.5)
+    both = tl.sum(q * k, axis=0) * q_scale * k_scale
+
+    decay = tl.exp(log_decay(a, A_log, dt_bias))
+    delta = (v - decay * k_scale * seen) * tl.sigmoid(b)
+    tl.store(state_ptr + at, state * decay + k[:, None] * (k_scale * delta)[None, :], mask=mask)
+    out = decay * q_scale * asked + both * delta
     out *= tl.rsqrt(tl.sum(out * out, axis=0) / D + eps) * factor * z * tl.sigmoid(z)
     tl.store(out_ptr + (token * V + head) * D + columns, out.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
-def _config(key_width: int, value_width: int) -> tuple[dict[str, Any], int]:
-    """Constants and warps; a thread holds 64 elements of the state at most."""
+def _config(key_width: int, value_width: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+    """Constants and warps; a thread holds 64 elements of the state at most. gpu: for a choice that was measured."""
     wide, columns = (triton.next_power_of_2(width) for width in (key_width, value_width))
     constants = {"K": key_width, "D": value_width, "KP": wide, "DP": columns}
-    return constants, max(1, min(8, wide * columns // 2048))
+    found = tuning.choice(gpu, f"delta_step {key_width}x{value_width}", [], 1)
+    return constants, found[0] if found else max(1, min(8, wide * columns // 2048))
 
 
 def gated_delta_norm(
@@ -90,7 +96,7 @@ def gated_delta_norm(
 ) -> torch.Tensor:
     """As the reference; for single tokens the output is not rounded before its norm. pdl: see overlap.py."""
     _, heads, key_width, value_width = state_RVKD.shape
-    constants, warps = _config(key_width, value_width)
+    constants, warps = _config(key_width, value_width, target_of(v_TVD.device).name)
     fits = constants["KP"] * constants["DP"] <= STATE_ELEMENTS and 0 < seqs.decodes * heads <= FEW_HEADS
     if not v_TVD.numel() or not fits:
         out_TVD = gated_delta(

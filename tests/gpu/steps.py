@@ -1,0 +1,289 @@
+"""Whole decode steps of a few layers in one CUDA graph, by the configurations of the streaming kernels.
+
+    python -m tests.gpu.steps FORMAT.. [--layers 8] [--seconds 80] [--part normed,stream,...]
+
+FORMAT: the end of a geometry's name after qwen3.6-35b-a3b: "bf16", "fp8" or "nvfp4". Times kernels as they follow each
+other, which overlapping launches (see kernels/overlap.py) make unlike their times alone. Prints the step of one token
+with and without overlap and of four tokens, with what 40 layers would take; then, for each choice of kernels/tuning.py
+that one token takes, the step with each candidate, and the table with the fastest of all. Errors are of logits, to
+plain torch. Candidates are compiled by processes of their own first. Writes $OUT/steps-FORMAT.json.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardwise.cache.pool import allocate
+from shardwise.checkpoint.index import DTYPES
+from shardwise.config import ServeConfig
+from shardwise.engine.build import blueprint, load_weights
+from shardwise.engine.graphs import DecodeGraphs, Inputs
+from shardwise.engine.plan import Chunk
+from shardwise.engine.tables import PageTables
+from shardwise.kernels import tuning
+from shardwise.kernels.ops import select
+from shardwise.models.qwen3_5 import Model
+from shardwise.parallel.comm import Alone
+from shardwise.parallel.context import RankContext
+
+GEOMETRY, LAYERS, CONTEXT, PAGES = Path("benchmarks/geometry"), 40, 130, 64
+WORKERS = 4
+Choice = tuple[int, ...]
+PARTS = {  # by format: what is chosen, for which weights, and the candidates
+    "bf16": {
+        "normed": (["bf16:8192x2048", "bf16:4096x2048", "bf16:9216x2048"],
+                   [(4, 256, 4), (8, 256, 4), (4, 256, 8), (8, 256, 8), (2, 256, 4)]),
+        "stream": (["bf16:2048x4096"], [(1, 128, 4), (2, 512, 4), (1, 512, 4), (2, 256, 4), (4, 512, 8)]),
+        "delta_step": ([], [(8,), (16,), (4,)]),
+        "gate_up": (["bf16:1024x2048"], [(2, 128, 4), (2, 256, 4), (4, 256, 4), (4, 256, 8)]),
+        "down": (["bf16:2048x512"], [(1, 64, 4), (2, 64, 4), (2, 64, 8), (4, 64, 8)]),
+        "normed router": (["bf16:257x2048"], [(2, 256, 4), (1, 256, 4), (4, 256, 8)]),
+        "stream head": (["bf16:248320x2048"], [(2, 256, 4), (4, 256, 4), (8, 256, 8)]),
+    },
+    "fp8": {
+        "normed": (["fp8:8192x2048", "fp8:4096x2048", "fp8:9216x2048"],
+                   [(8, 128, 4), (4, 128, 4), (16, 128, 4), (8, 64, 4), (8, 128, 8)]),
+        "stream": (["fp8:2048x4096"], [(8, 256, 4), (4, 256, 4), (2, 256, 4), (4, 128, 4), (4, 256, 8)]),
+        "gate_up": (["fp8:1024x2048"], [(4, 64, 4), (4, 128, 4), (2, 128, 4), (8, 128, 4)]),
+        "down": (["fp8:2048x512"], [(2, 32, 4), (4, 32, 4), (1, 32, 4), (4, 32, 8)]),
+        "normed router": (["bf16:257x2048"], [(2, 256, 4), (1, 256, 4)]),
+        "stream head": (["bf16:248320x2048"], [(2, 256, 4), (4, 256, 4)]),
+    },
+    "nvfp4": {
+        "gate_up": (["fp4:1024x2048"], [(4, 128, 4), (2, 128, 4), (8, 128, 4), (8, 128, 8)]),
+        "down": (["fp4:2048x512"], [(4, 32, 4), (8, 32, 4), (2, 32, 4), (8, 32, 8)]),
+        "stream head": (["fp4:248320x2048"], [(8, 128, 4), (16, 128, 4), (4, 128, 4), (16, 128, 8)]),
+    },
+}  # fmt: skip
+
+
+def keys(part: str, shapes: list[str], tokens: int = 1) -> list[str]:
+    """Of the table; a shape of a name of its own stands for a kernel without weights."""
+    return (
+        ["delta_step 128x128 1"]
+        if part == "delta_step"
+        else [f"{part.split()[0]} {shape} {tokens}" for shape in shapes]
+    )
+
+
+@contextlib.contextmanager
+def chosen(overrides: Mapping[str, Choice]) -> Iterator[None]:
+    """A context in which kernels take `overrides` before what is in the file."""
+    found = tuning.choice
+
+    def choice(name: str, what: str, layouts: Any, tokens: int) -> Any:
+        return overrides.get(tuning.key(what, layouts, tokens)) or found(name, what, layouts, tokens)
+
+    with mock.patch.object(tuning, "choice", choice):
+        yield
+
+
+class Steps:
+    """A model of some layers of a format with made-up weights, and its decode steps."""
+
+    def __init__(self, form: str, layers: int) -> None:
+        suffix = "" if form == "bf16" else f"-{form}"
+        with tempfile.TemporaryDirectory() as folder:
+            text = json.loads((GEOMETRY / f"qwen3.6-35b-a3b{suffix}" / "config.json").read_text())
+            text["text_config"]["num_hidden_layers"] = layers
+            text.pop("vision_config", None)
+            (Path(folder) / "config.json").write_text(json.dumps(text))
+            serve = ServeConfig(model=folder, ranks=1, load_format="dummy", device="cuda")
+            made = blueprint(serve)
+        self.device, self.config = torch.device("cuda", 0), made.model
+        ops = select("triton", self.device, True)
+        self.ctx = RankContext(0, 1, made.partitions, Alone(), ops, self.device, DTYPES[made.dtype])
+        self.model = load_weights(serve, made, self.ctx, 1)[0]
+        self.tables = PageTables(5, PAGES, serve.page_tokens)
+        for row in range(1, 5):
+            self.tables.update(Chunk(row, 0, 0, [], list(range(1 + (row - 1) * PAGES, 1 + row * PAGES)), False))
+        self.caches = allocate(made.model, made.caches, 1 + 4 * PAGES, 5, self.ctx)
+        self.last_tokens = torch.arange(5, device=self.device)
+
+    def fresh(self) -> None:
+        """Caches as if a prompt had gone through."""
+        torch.manual_seed(0)
+        for cache in self.caches:
+            for value in vars(cache).values():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(torch.randn(value.shape, device=self.device) * 0.1)
+
+    def with_ops(self, kind: Any, overlap: bool) -> Model:
+        """The same model with other operations."""
+        ops = select(kind, self.device, overlap)
+        for part in (self.model, self.model.embedding, self.model.head.linear, *self.model.layers):
+            self._give(part, ops, 4)
+        return self.model
+
+    def _give(self, part: Any, ops: Any, depth: int) -> None:
+        if hasattr(part, "ops"):
+            part.ops = ops
+        for value in vars(part).values() if depth and hasattr(part, "__dict__") else ():
+            if type(value).__module__.startswith(("shardwise.layers", "shardwise.models")):
+                self._give(value, ops, depth - 1)
+
+    def graph(self, tokens: int, layers: int) -> tuple[Any, torch.Tensor]:
+        """The graph of a step of so many tokens, captured anew; and its logits."""
+        kept, self.model.layers = self.model.layers, self.model.layers[:layers]
+        graphs = DecodeGraphs(self.model, self.caches[:layers], self.tables, self.last_tokens, self.ctx)
+        chunks = [Chunk(row, CONTEXT, 1, [17 * row], [], True) for row in range(1, tokens + 1)]
+        try:
+            self.fresh()
+            graphs._get(graphs.sizes[tokens.bit_length() - 1], graphs.lengths[0])
+            self.fresh()
+            logits = graphs.run(chunks).clone()
+        finally:
+            self.model.layers = kept
+        (captured,) = graphs.captured.values()
+        return captured, logits
+
+    def microseconds(self, tokens: int = 1, layers: int = 0, replays: int = 40) -> tuple[float, torch.Tensor]:
+        """The median time of a step, and its logits."""
+        captured, logits = self.graph(tokens, layers or len(self.model.layers))
+        times = []
+        for _ in range(replays):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(torch.cuda.current_stream())
+            captured.graph.replay()
+            stop.record(torch.cuda.current_stream())
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1000)
+        return sorted(times)[len(times) // 2], logits
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def candidates(form: str, parts: str) -> Iterator[tuple[str, list[str], Choice]]:
+    for part, (shapes, choices) in PARTS[form].items():
+        if not parts or part in parts.split(","):
+            yield from ((part, shapes, each) for each in choices)
+
+
+def compile_some(form: str, parts: str, worker: int) -> None:
+    """Runs every WORKERS-th candidate once, in a model of four layers."""
+    steps = Steps(form, 4)
+    for n, (part, shapes, choice) in enumerate(candidates(form, parts)):
+        if n % WORKERS == worker:
+            with chosen(dict.fromkeys(keys(part, shapes), choice)), contextlib.suppress(Exception):
+                steps.graph(1, 4)
+
+
+def whole(steps: Steps, form: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """Steps of so many tokens by the table as it is."""
+    layers, found = len(steps.model.layers), dict[str, Any]()
+    for tokens in sizes:
+        steps.with_ops("reference", False)
+        chunks = [Chunk(row, CONTEXT, 1, [17 * row], [], True) for row in range(1, tokens + 1)]
+        exact = eager(steps, chunks)
+        for overlap in (True, False):
+            steps.with_ops("triton", overlap)
+            many_us, logits = steps.microseconds(tokens)
+            few_us, _ = steps.microseconds(tokens, layers // 2)
+            all_us = many_us + (LAYERS - layers) * (many_us - few_us) / (layers - layers // 2)
+            error = relative(logits, exact)
+            found[f"{tokens} {overlap}"] = {"us": many_us, "few_us": few_us, "all_us": all_us, "error": error}
+            sys.stdout.write(
+                f"{form} {tokens} tokens, overlap {overlap}: {many_us:.0f} us of {layers} layers, {few_us:.0f} of "
+                f"half; {LAYERS}: {all_us:.0f} us, {tokens * 1e6 / all_us:.0f} tokens/s, error {error:.1e}\n"
+            )
+            sys.stdout.flush()
+    return found
+
+
+def eager(steps: Steps, chunks: list[Chunk]) -> torch.Tensor:
+    """Logits without a graph."""
+    graphs = DecodeGraphs(steps.model, steps.caches, steps.tables, steps.last_tokens, steps.ctx)
+    inputs = Inputs.empty(len(chunks), graphs.lengths[0], steps.tables.page_tokens, steps.device)
+    steps.fresh()
+    graphs._fill(inputs, chunks)
+    with torch.inference_mode():
+        return steps.model(inputs.wide_3B[0], inputs.wide_3B[1], inputs.seqs, steps.caches, inputs.logit_rows_B)
+
+
+def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:
+    """One choice after another, the best of each is kept."""
+    steps.with_ops("triton", True)
+    best: dict[str, Choice] = {}
+    best_us, first = steps.microseconds()
+    found: dict[str, Any] = {"before_us": best_us}
+    for part, (shapes, choices) in PARTS[form].items():
+        if parts and part not in parts.split(","):
+            continue
+        times: dict[Choice, float] = {}
+        for choice in choices:
+            if time.monotonic() > stop_s:
+                break
+            with chosen(best | dict.fromkeys(keys(part, shapes), choice)):
+                try:
+                    times[choice], logits = steps.microseconds()
+                    error = relative(logits, first)
+                    times[choice] = times[choice] if error < 5e-2 else float("inf")
+                except Exception as error:
+                    sys.stdout.write(f"{form} {part} {choice}: {str(error)[:200]}\n")
+        if not times:
+            break
+        fastest = min(times, key=lambda each: times[each])
+        if times[fastest] < best_us - 1:
+            best_us = times[fastest]
+            best |= dict.fromkeys(keys(part, shapes), fastest)
+        found[part] = {str(choice): us for choice, us in times.items()}
+        line = ", ".join(f"{choice} {us:.1f}" for choice, us in times.items())
+        sys.stdout.write(f"{form} {part}: best now {best_us:.1f} | {line}\n")
+        sys.stdout.flush()
+    found |= {"best_us": best_us, "best": {key: list(choice) for key, choice in best.items()}}
+    with chosen(best):
+        found["whole"] = whole(steps, form, (1, 4))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("formats", nargs="+", choices=list(PARTS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--part", default="", help="only these parts, by commas; none: no sweep")
+    parser.add_argument("--compile", type=int, default=-1, help="be the worker of this number")
+    args = parser.parse_args()
+    begin_s = time.monotonic()
+    if args.compile >= 0:
+        compile_some(args.formats[0], args.part, args.compile)
+        return
+    command = [sys.executable, "-m", "tests.gpu.steps"]
+    workers = [
+        subprocess.Popen([*command, form, "--part", args.part, "--compile", str(n)], stderr=subprocess.DEVNULL)
+        for form in args.formats
+        for n in range(WORKERS)
+        if args.part != "none"
+    ]
+    for form in args.formats:
+        steps = Steps(form, args.layers)
+        for process in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, begin_s + args.seconds * 0.5 - time.monotonic()))
+                continue
+            process.kill()
+        sys.stdout.write(f"{form} ready after {time.monotonic() - begin_s:.0f} s\n")
+        found: dict[str, Any] = {"whole": whole(steps, form, (1,) if args.part != "none" else (1, 4))}
+        if args.part != "none":
+            found["sweep"] = sweep(steps, form, args.part, begin_s + args.seconds)
+        Path(os.environ.get("OUT", "."), f"steps-{form}.json").write_text(json.dumps(found, indent=1))
+        del steps
+        torch.cuda.empty_cache()
+    sys.stdout.write(f"took {time.monotonic() - begin_s:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()
