@@ -69,7 +69,7 @@ PARTS = {  # by format: what is chosen, for which weights, and the candidates
 
 
 def keys(part: str, shapes: list[str], tokens: int = 1) -> list[str]:
-    """Of the table; a shape of a name of its own stands for a kernel without weights."""
+    """Of the table."""
     return (
         ["delta_step 128x128 1"]
         if part == "delta_step"
@@ -245,7 +245,7 @@ def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:
         sys.stdout.flush()
     found |= {"best_us": best_us, "best": {key: list(choice) for key, choice in best.items()}}
     with chosen(best):
-        found["whole"] = whole(steps, form, (1, 4))
+        found["whole"] = whole(steps, form, (1,))
     return found
 
 

@@ -25,6 +25,7 @@ class Ops:
     qk_norm_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     store_kv: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
+    turn_store: Callable[..., torch.Tensor]
     causal_conv: Callable[..., torch.Tensor]
     gated_delta: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -57,7 +58,8 @@ def select(choice: Literal["auto", "reference", "triton"], device: torch.device,
 
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
-    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw = modules
+    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, *others = modules
+    delta_step, slots, draw, turn_store = others
     return Ops(
         name=name,
         rms_norm=norm.rms_norm,
@@ -67,6 +69,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         qk_norm_rope=rope.qk_norm_rope,
         store_kv=attention.store_kv,
         paged_attention=attention.paged_attention,
+        turn_store=turn_store.turn_store,
         causal_conv=conv.causal_conv,
         gated_delta=delta.gated_delta,
         route=moe.route,
@@ -102,8 +105,10 @@ def _reference() -> Ops:
     import shardwise.kernels.moe_block.reference as moe_block
     import shardwise.kernels.norm.reference as norm
     import shardwise.kernels.rope.reference as rope
+    import shardwise.kernels.turn_store.reference as turn_store
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw)
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
+               turn_store)  # fmt: skip
     return _table("reference", modules)
 
 
@@ -127,11 +132,13 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     import shardwise.kernels.moe_block.triton as moe_block
     import shardwise.kernels.norm.triton as norm
     import shardwise.kernels.rope.triton as rope
+    import shardwise.kernels.turn_store.triton as turn_store
     from shardwise.kernels.overlap import can_overlap
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw)
+    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
+               turn_store)  # fmt: skip
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table
-    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm")
+    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm", "turn_store", "paged_attention")
     return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

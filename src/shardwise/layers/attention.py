@@ -93,10 +93,10 @@ class GatedAttention:
         queries_gates, keys, values = qkv_TO.split((self.heads * 2 * self.head_dim, kv_width, kv_width), -1)
         q_TND, gate_TND = queries_gates.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, -1)
         k_TKD, v_TKD = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (keys, values))
-        q_TND, k_TKD = self.ops.qk_norm_rope(q_TND, k_TKD, self.q_norm, self.k_norm, cos_TR, sin_TR, self.eps)
-        self.ops.store_kv(
-            k_TKD, v_TKD, cache.k_pages, cache.v_pages, seqs.kv_slots_T, k_scale=cache.k_scale, v_scale=cache.v_scale
-        )
+        q_TND = self.ops.turn_store(
+            q_TND, k_TKD, v_TKD, self.q_norm, self.k_norm, cos_TR, sin_TR, self.eps, cache.k_pages, cache.v_pages,
+            seqs.kv_slots_T, k_scale=cache.k_scale, v_scale=cache.v_scale,
+        )  # fmt: skip
         y_TND = self.ops.paged_attention(
             q_TND, cache.k_pages, cache.v_pages, seqs, self.head_map_N, self.scale,
             k_scale=cache.k_scale, v_scale=cache.v_scale, gate_TND=gate_TND,

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from shardwise.kernels.attention.fp8 import fp8_decode
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 HEADS = 16  # rows of a dot, of which there cannot be fewer
@@ -46,9 +47,10 @@ def decode_kernel(
     q, k_pages, v_pages, out, gate, partial, stats, context, pages, head_map, scale_log2, v_scale, heads, pages_stride,
     splits, q_token_stride, q_head_stride, gate_token_stride, gate_head_stride, page_stride, head_stride, token_stride,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
-    FP8: tl.constexpr, PARTIAL: tl.constexpr, GATE: tl.constexpr,
+    FP8: tl.constexpr, PARTIAL: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head."""
+    let_next_come(PDL)
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     tiles = tl.cdiv(heads, HEADS)
     kv_head = (tl.program_id(1) // tiles).to(tl.int64)
@@ -57,6 +59,7 @@ def decode_kernel(
     length = tl.load(context + sequence) + 1
     share = _split(length, splits, BLOCK_T)
     first, last = split * share, tl.minimum((split + 1) * share, length)
+    after_previous(PDL)
     if (tl.sum(live.to(tl.int32), 0) == 0) | (first >= length):
         return
     column = tl.arange(0, BLOCK_D)
@@ -101,9 +104,10 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["context"])
 def reduce_kernel(
     partial, stats, out, gate, context, v_scale, splits, gate_token_stride, gate_head_stride, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, query head): the splits that had positions, summed at a common maximum, and gated."""
+    let_next_come(PDL)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(context + tl.program_id(0)) + 1
     used = tl.cdiv(length, _split(length, splits, BLOCK_T))
@@ -112,6 +116,7 @@ def reduce_kernel(
     top = float("-inf")
     weight_sum = 0.0
     value_sum = tl.zeros((BLOCK_D,), tl.float32)
+    after_previous(PDL)
     for start in range(0, used, BLOCK_C):
         split = start + tl.arange(0, BLOCK_C)
         at = row * splits + split
@@ -163,10 +168,11 @@ def decode(
     v_scale: float,
     processors: int,
     gate_SND: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Fills out_SND, contiguous, for the decodes of `seqs`, times the sigmoid of the gate, if there is one.
 
-    FP8 pages come as their bytes (uint8).
+    FP8 pages come as their bytes (uint8). pdl: see overlap.py.
     """
     (count, heads, dim), (_, kv_heads, page_tokens, _) = q_SND.shape, k_pages.shape
     constants, warps, stages = _config(dim, page_tokens, q_SND.element_size(), k_pages.dtype == torch.uint8)
@@ -201,12 +207,13 @@ def decode(
         GATE=gated and splits == 1,
         num_warps=warps,
         num_stages=stages,
+        **launch(pdl),
     )
     if splits > 1:
         sizes = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")}
         reduce_kernel[(count, heads)](
             partial, stats, out_SND, gate_SND, seqs.context_S, v_scale, splits, *gate_SND.stride()[:2], **sizes,
-            BLOCK_C=REDUCE_SPLITS, GATE=gated, num_warps=4,
+            BLOCK_C=REDUCE_SPLITS, GATE=gated, num_warps=4, **launch(pdl),
         )  # fmt: skip
 
 
@@ -229,11 +236,11 @@ def compile_cases() -> Iterator[CompileCase]:
             "stats": "*fp32",
         }
         for partial in partials:
-            constexprs = constants | {"PARTIAL": partial, "GATE": not partial}
+            constexprs = constants | {"PARTIAL": partial, "GATE": not partial, "PDL": False}
             signed = signature(decode_kernel, constexprs, ints | kinds)
             yield CompileCase(decode_kernel, signed, constexprs, warps, stages)
     constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
-    constexprs |= {"DIM": 256, "BLOCK_D": 256, "GATE": True}
+    constexprs |= {"DIM": 256, "BLOCK_D": 256, "GATE": True, "PDL": False}
     types = {
         "partial": "*fp32",
         "stats": "*fp32",

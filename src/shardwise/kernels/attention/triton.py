@@ -41,7 +41,7 @@ def store_kv_kernel(
         tl.store(v_pages + at, value.to(v_pages.dtype.element_ty), mask=inside)
 
 
-def _pools(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pools(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The pages as kernels take them: FP8 as bytes."""
     if k_pages.stride() != v_pages.stride() or k_pages.dtype != v_pages.dtype or k_pages.stride(3) != 1:
         raise ValueError(
@@ -67,7 +67,7 @@ def store_kv(
     if not k_TKD.numel():
         return
     k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_TKD, v_TKD))
-    k_pool, v_pool = _pools(k_pages, v_pages)
+    k_pool, v_pool = pools(k_pages, v_pages)
     store_kv_kernel[(tokens, kv_heads)](
         k_TKD,
         v_TKD,
@@ -97,19 +97,20 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     gate_TND: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """As the reference; queries and gates may be views of a wider tensor."""
+    """As the reference; queries and gates may be views of a wider tensor. pdl: see overlap.py."""
     out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
     if not q_TND.numel():
         return out_TND
     q_TND = q_TND if q_TND.stride(-1) == 1 else q_TND.contiguous()
-    k_pool, v_pool = _pools(k_pages, v_pages)
+    k_pool, v_pool = pools(k_pages, v_pages)
     processors, shared_bytes = _card(q_TND.device)
     scale_log2, decodes = scale * k_scale * log2(e), seqs.decodes
     if decodes:
         first = q_TND[:decodes], k_pool, v_pool, out_TND[:decodes]
         gate_TND = gate_TND if gate_TND is None or gate_TND.stride(-1) == 1 else gate_TND.contiguous()
-        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, gate_TND)
+        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, gate_TND, pdl)
     if decodes < seqs.count:
         filling.prefill(q_TND, k_pool, v_pool, out_TND, seqs, head_map_N, scale_log2, v_scale, shared_bytes)
         if gate_TND is not None:

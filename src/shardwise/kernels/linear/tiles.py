@@ -236,10 +236,7 @@ def chunks(x, c_C, V: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
     P: tl.constexpr = V if V * BYTES <= 16 else 16 // BYTES
     part_V, p_P = tl.arange(0, V // P) * P, tl.arange(0, P)
     at = (c_C * V)[:, None, None] + part_V[None, :, None] + p_P[None, None, :]
-    if WHOLE:
-        found = tl.load(x + at)
-    else:
-        found = tl.load(x + at, mask=(c_C < K // V)[:, None, None], other=0)
+    found = tl.load(x + at) if WHOLE else tl.load(x + at, mask=(c_C < K // V)[:, None, None], other=0)
     return tl.reshape(found, (c_C.shape[0], V)).to(tl.float32)
 
 

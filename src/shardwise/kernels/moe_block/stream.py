@@ -146,10 +146,8 @@ def _acts(act, row_K, c_C, ok_K, V: tl.constexpr, K: tl.constexpr, WHOLE: tl.con
     at_CK = (c_C * V)[:, None] + row_K[None, :]
     part_VP = (tl.arange(0, V // P) * P)[:, None] + tl.arange(0, P)[None, :]
     at = at_CK[:, :, None, None] + part_VP[None, None, :, :]
-    if WHOLE:
-        found = tl.load(act + at)
-    else:
-        found = tl.load(act + at, mask=((c_C < K // V)[:, None] & ok_K[None, :])[:, :, None, None], other=0)
+    ok_CK = (c_C < K // V)[:, None] & ok_K[None, :]
+    found = tl.load(act + at) if WHOLE else tl.load(act + at, mask=ok_CK[:, :, None, None], other=0)
     return tl.reshape(found, (c_C.shape[0], row_K.shape[0], V)).to(tl.float32)
 
 

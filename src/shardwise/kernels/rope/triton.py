@@ -17,11 +17,11 @@ __all__ = ["compile_cases", "cos_sin", "qk_norm_rope"]  # cos_sin runs once a st
 
 
 @triton.jit
-def _turn(
-    x, weight, out, cos, sin, row, head, heads, token_stride, head_stride, eps, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr,
+def turned(
+    x, weight, cos, sin, row, head, heads, token_stride, head_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: normed, and dims i and HALF + i turned by angle i for i < HALF."""
+    """Some heads of one token in fp32: normed, and dims i and HALF + i turned by angle i for i < HALF."""
     column = tl.arange(0, BLOCK)
     partner = tl.where(column < HALF, column + HALF, column - HALF)
     turned = column < 2 * HALF
@@ -36,7 +36,18 @@ def _turn(
     c = tl.load(cos + row * HALF + angle, mask=turned, other=1.0)
     s = tl.load(sin + row * HALF + angle, mask=turned, other=0.0)
     s = tl.where(column < HALF, -s, s)
-    y = value * scale * (factor * c)[None, :] + other * scale * (other_factor * s)[None, :]
+    return value * scale * (factor * c)[None, :] + other * scale * (other_factor * s)[None, :]
+
+
+@triton.jit
+def _turn(
+    x, weight, out, cos, sin, row, head, heads, token_stride, head_stride, eps, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """As `turned`, written to out [.., heads, DIM]."""
+    column = tl.arange(0, BLOCK)
+    live = (head < heads)[:, None]
+    y = turned(x, weight, cos, sin, row, head, heads, token_stride, head_stride, eps, DIM, BLOCK, HALF)
     out_at = ((row * heads + head) * DIM)[:, None] + column[None, :]
     tl.store(out + out_at, y.to(out.dtype.element_ty), mask=live & (column < DIM)[None, :])
 
