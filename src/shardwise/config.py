@@ -288,7 +288,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: made-up weights, from config.json alone
     kernels: Literal["auto", "reference", "triton"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the device has them
-    overlap: bool = False  # kernels start before the previous one ends, where the device can (sm_90 and up)
+    overlap: bool = True  # kernels start before the previous one ends, where the device can (sm_90 and up)
     comm: Literal["auto", "torch", "p2p", "nccl"] = "auto"
     max_model_len: int = 0  # tokens of one request, prompt and answer
     max_num_seqs: int = 0  # requests in one step

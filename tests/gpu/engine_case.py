@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="prompts to decode one request behind")
     parser.add_argument("--gpu", default="", help="as of serve: 0,0 puts two ranks on one")
-    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     for name in ("dtype", "device", "kernels", "comm"):
         parser.add_argument(f"--{name}", default="auto")
     args = parser.parse_args()
