@@ -16,43 +16,52 @@ from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_codes, chunks, c
 from shardwise.kernels.linears.stream import normed_sums, summed
 from shardwise.kernels.overlap import after_previous, let_next_come
 
-LEAST = tl.constexpr(-(2**63))
-LOW = tl.constexpr(2**32 - 1)
+LEAST = tl.constexpr(-(2**31))  # below every number
 
 
 @triton.jit
-def choose_experts(logits, weights, ids, experts, TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr):
+def choose_experts(
+    logits, weights, ids, experts, TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, G: tl.constexpr
+):
     """The largest logit TOP_K times, the lower id first among equals; softmax over those.
 
-    A logit and its id are one whole number, so that one maximum finds both.
+    Logits are compared as whole numbers in their order, of which a warp finds the largest in one instruction. First the
+    largest of G groups, one a warp, so that warps need not wait for each other; each of those then counts who is ahead.
     """
-    e_E, slot_K = tl.arange(0, BE), tl.arange(0, BK)
+    E: tl.constexpr = BE // G
+    slot_K = tl.arange(0, BK)
+    e_GE = (tl.arange(0, G) * E)[:, None] + tl.arange(0, E)[None, :]
     # Other processors have just written them: what this one's first cache holds may be older.
-    x_E = tl.load(logits + e_E, mask=e_E < experts, other=0, cache_modifier=".cg")
-    x_E = tl.where(x_E == x_E, x_E, float("-inf"))
-    bits_E = tl.where(x_E == 0, 0.0, x_E).to(tl.int32, bitcast=True)
-    order_E = (bits_E ^ ((bits_E >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    key_E = tl.where(e_E < experts, (order_E << 32) | (BE - 1 - e_E).to(tl.int64), LEAST)
-    best_K = tl.zeros((BK,), tl.int64)
+    x_GE = tl.load(logits + e_GE, mask=e_GE < experts, other=0, cache_modifier=".cg")
+    x_GE = tl.where(x_GE == x_GE, x_GE, float("-inf"))
+    bits_GE = tl.where(x_GE == 0, 0.0, x_GE).to(tl.int32, bitcast=True)
+    order_GE = tl.where(e_GE < experts, bits_GE ^ ((bits_GE >> 31) & 0x7FFFFFFF), LEAST)
+    best_GK, id_GK = tl.full((G, BK), LEAST, tl.int32), tl.zeros((G, BK), tl.int32)
     for slot in tl.static_range(TOP_K):
-        best = tl.max(key_E, 0)
-        best_K = tl.where(slot_K == slot, best, best_K)
-        key_E = tl.where(key_E == best, LEAST, key_E)
-    id_K = (BE - 1 - (best_K & LOW)).to(tl.int32)
-    order_K = (best_K >> 32).to(tl.int32)
-    logit_K = (order_K ^ ((order_K >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    logit_K = tl.where(slot_K < TOP_K, logit_K, float("-inf"))
-    share_K = tl.exp(logit_K - tl.max(logit_K, 0))
-    share_K /= tl.sum(share_K, 0)
-    tl.store(weights + slot_K, share_K, mask=slot_K < TOP_K)
-    tl.store(ids + slot_K, id_K, mask=slot_K < TOP_K)
+        best_G = tl.max(order_GE, 1)
+        first_G = tl.min(tl.where(order_GE == best_G[:, None], e_GE, BE), 1)
+        now_1K = (slot_K == slot)[None, :]
+        best_GK = tl.where(now_1K, best_G[:, None], best_GK)
+        id_GK = tl.where(now_1K, first_G[:, None], id_GK)
+        order_GE = tl.where(e_GE == first_G[:, None], LEAST, order_GE)
+    order_M, id_M = tl.reshape(best_GK, (G * BK,)), tl.reshape(id_GK, (G * BK,))
+    ahead_MM = (order_M[None, :] > order_M[:, None]) | (
+        (order_M[None, :] == order_M[:, None]) & (id_M[None, :] < id_M[:, None])
+    )
+    rank_M = tl.sum(ahead_MM.to(tl.int32), 1)
+    ok_M = (rank_M < TOP_K) & (order_M > LEAST)
+    logit_M = (order_M ^ ((order_M >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    logit_M = tl.where(ok_M, logit_M, float("-inf"))
+    share_M = tl.where(ok_M, tl.exp(logit_M - tl.max(logit_M, 0)), 0.0)
+    tl.store(weights + rank_M, share_M / tl.sum(share_M, 0), mask=ok_M)
+    tl.store(ids + rank_M, id_M, mask=ok_M)
 
 
 @triton.jit
 def norm_route_kernel(
     x, added, norm, total, normed, value, fine, coarse, logits, weights, ids, arrivals, eps, experts,
     W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, TOP_K: tl.constexpr, BE: tl.constexpr,
-    BK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: programs with R rows of the router; the one that is done last chooses. The last is for the norm."""
     let_next_come(PDL)
@@ -66,7 +75,7 @@ def norm_route_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == N - 1:
             tl.debug_barrier()
-            choose_experts(logits, weights, ids, experts, TOP_K, BE, BK)
+            choose_experts(logits, weights, ids, experts, TOP_K, BE, BK, G)
             tl.store(arrivals, 0)
     else:
         h_H = tl.arange(0, BLOCK)

@@ -74,10 +74,10 @@ def norm_route(
 
 def _route_constants(of: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
     """What the kernel is compiled for, and its warps."""
-    chosen = normed_config(of, 1, gpu)
+    chosen, experts = normed_config(of, 1, gpu), power_of_two(of.layout[2] - 1)
     return {
         "W": of.layout, "R": chosen.R, "C": chosen.C, "V": of.chunk,
-        "TOP_K": top_k, "BE": power_of_two(of.layout[2] - 1), "BK": power_of_two(top_k),
+        "TOP_K": top_k, "BE": experts, "BK": power_of_two(top_k), "G": min(chosen.warps, experts),
         "BLOCK": power_of_two(of.layout[3]),
     }, chosen.warps  # fmt: skip
 
