@@ -140,5 +140,6 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table
-    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm", "turn_store", "paged_attention")
+    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm", "turn_store", "paged_attention",
+             "rms_norm", "add_rms_norm", "route")  # fmt: skip
     return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

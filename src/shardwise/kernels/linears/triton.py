@@ -64,12 +64,12 @@ def norm_linears(
     target = target or target_of(residual_TH.device)
     dtypes = [dtype or norm_H.dtype for dtype in out_dtypes]
     if added_TH is None:
-        return linears(rms_norm(residual_TH, norm_H, eps), weights, dtypes, conv, target, pdl), residual_TH
+        return linears(rms_norm(residual_TH, norm_H, eps, pdl), weights, dtypes, conv, target, pdl), residual_TH
     if residual_TH.shape[0] == 1 and _joinable(weights, conv, 1):
         total_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
         normed = added_TH.contiguous(), norm_H, total_TH, eps
         return _stream(residual_TH.contiguous(), normed, weights, dtypes, conv, target, pdl), total_TH
-    x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps)
+    x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps, pdl)
     return linears(x_TH, weights, dtypes, conv, target, pdl), residual_TH
 
 

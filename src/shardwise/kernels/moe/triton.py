@@ -17,13 +17,19 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.moe import grouped, streamed
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 STREAM_TOKENS = 16  # beyond so many, experts are shared by enough tokens for grouping to pay
 
 
 @triton.jit
-def route_kernel(logits, logits_stride, weights, ids, experts, TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr):
+def route_kernel(
+    logits, logits_stride, weights, ids, experts, TOP_K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """The largest logit TOP_K times, the lower id first among equals; softmax over those."""
+    let_next_come(PDL)
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     e_E = tl.arange(0, BE)
     slot_K = tl.arange(0, BK)
@@ -53,8 +59,11 @@ def silu_mul_kernel(gate_up, stride, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < width)
 
 
-def route(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` likeliest experts of each token, likeliest first -> weights_Tk fp32, renormalised; ids_Tk int32."""
+def route(logits_TE: torch.Tensor, top_k: int, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` likeliest experts of each token, likeliest first -> weights_Tk fp32, renormalised; ids_Tk int32.
+
+    pdl: see overlap.py.
+    """
     tokens, experts = logits_TE.shape
     weights_Tk = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     ids_Tk = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
@@ -62,7 +71,7 @@ def route(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tens
         logits_TE = logits_TE if logits_TE.stride(-1) == 1 else logits_TE.contiguous()
         route_kernel[(tokens,)](
             logits_TE, logits_TE.stride(0), weights_Tk, ids_Tk, experts, top_k, power_of_two(experts),
-            power_of_two(top_k), num_warps=1,
+            power_of_two(top_k), num_warps=1, **launch(pdl),
         )  # fmt: skip
     return weights_Tk, ids_Tk
 
@@ -119,7 +128,7 @@ def _meeting(x_TH: torch.Tensor, *banks: Operand) -> torch.Tensor:
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """Every configuration for 35B-A3B's experts; native_fp8: for devices with e4m3 in hardware only."""
-    constexprs = {"TOP_K": 8, "BE": 256, "BK": 8}
+    constexprs = {"TOP_K": 8, "BE": 256, "BK": 8, "PDL": False}
     types = {"logits": "*fp32", "weights": "*fp32", "ids": "*i32"}
     yield CompileCase(route_kernel, signature(route_kernel, constexprs, types), constexprs, 1, 1)
     constexprs = {"BLOCK": 512}

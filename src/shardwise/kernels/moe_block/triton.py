@@ -48,12 +48,12 @@ def norm_route(
     fused = tokens == 1 and hidden <= NORM_WIDTH and added_TH is not None
     if not fused or arrivals is None or len(routers) > 1 or top_k < 1:
         if added_TH is None:
-            x_TH = rms_norm(residual_TH, norm_H, eps)
+            x_TH = rms_norm(residual_TH, norm_H, eps, pdl)
         else:
-            x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps)
+            x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps, pdl)
         parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target, pdl=pdl)
         logits_TE1 = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k)
+        weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k, pdl)
         return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
     target = target or target_of(residual_TH.device)
     of, device = operand(routers[0], target.native_fp8), residual_TH.device

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,14 +34,18 @@ def norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     GATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = norm(x) of rows (outer, inner); ADD: other is a residual and total gets the sum; GATE: other is a gate."""
+    let_next_come(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     outer_index, inner_index = row // inner, row % inner
     x_at = (outer_index * x_outer_stride + inner_index * x_inner_stride)[:, None] + column[None, :]
     out_at = (row * WIDTH)[:, None] + column[None, :]
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    after_previous(PDL)
     value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
     if ADD or GATE:
         other_at = (outer_index * other_outer_stride + inner_index * other_inner_stride)[:, None] + column[None, :]
@@ -49,7 +54,6 @@ def norm_kernel(
         rounded = (value + second).to(total.dtype.element_ty)
         tl.store(total + out_at, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     normed = value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
     normed = normed * factor * (second / (1.0 + tl.exp(-second))) if GATE else normed * (1.0 + factor)
     tl.store(out + out_at, normed.to(out.dtype.element_ty), mask=inside)
@@ -78,6 +82,7 @@ def _norm(
     out: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
+    pdl: bool = False,
 ) -> None:
     """Fills `out` (and `total`, where there is one: then `other` is a residual, else a gate), which are contiguous."""
     if not x.numel():
@@ -104,23 +109,24 @@ def _norm(
         ADD=total is not None,
         GATE=other is not None and total is None,
         num_warps=warps,
+        **launch(pdl),
     )
 
 
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference."""
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
+    """As the reference. pdl, here and below: see overlap.py."""
     out_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
-    _norm(x_TH, None, weight_H, out_TH, None, eps)
+    _norm(x_TH, None, weight_H, out_TH, None, eps, pdl)
     return out_TH
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
     out_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
     sum_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
-    _norm(x_TH, residual_TH, weight_H, out_TH, sum_TH, eps)
+    _norm(x_TH, residual_TH, weight_H, out_TH, sum_TH, eps, pdl)
     return out_TH, sum_TH
 
 
@@ -135,7 +141,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """Hidden sizes, plain and with what is added to a residual in fp32; heads of GatedDeltaNet with their gate."""
     for width, add, gate in ((2048, False, False), (2048, True, False), (5120, True, False), (128, False, True)):
         constants, warps = _config(width)
-        constexprs: dict[str, Any] = {**constants, "ADD": add, "GATE": gate}
+        constexprs: dict[str, Any] = {**constants, "ADD": add, "GATE": gate, "PDL": False}
         constexprs |= {} if add or gate else {"other": None}
         constexprs |= {} if add else {"total": None}
         wide = dict.fromkeys(("x", "other", "total"), "*bf16" if gate else "*fp32")
