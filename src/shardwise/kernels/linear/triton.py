@@ -22,12 +22,14 @@ from shardwise.kernels.linear.tiles import (
     ROWS,
     Operand,
     Target,
-    chunk_sums,
+    chunk_codes,
     coarse_scale,
+    code_sums,
     operand,
     target_of,
     tile_product,
 )
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 LIBRARY_TOKENS = 512  # from so many on, a quantised weight is made plain (once, not by every tile) for the library
 STREAM_TOKENS = 2  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
@@ -36,21 +38,27 @@ STREAM_TOKENS = 2  # up to so many, sums in fp32 keep pace with the memory; beyo
 @triton.jit
 def _stream_kernel(
     x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    V: tl.constexpr,
+    V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """R rows of the weight, read once, for all of T tokens."""
+    """R rows of the weight, read once, for all of T tokens; asked for before the kernel before this one is done."""
+    let_next_come(PDL)
     K: tl.constexpr = W[COLUMNS]
+    N: tl.constexpr = K // V
     t_T = tl.arange(0, T)
     o_R = tl.program_id(0) * R + tl.arange(0, R)
     ok_R = o_R < W[ROWS]
     e_1R = tl.zeros((1, R), tl.int32)
+    raw, scales = chunk_codes(value, fine, e_1R, o_R[None, :], ok_R[None, :], tl.arange(0, C), V, False, W)
+    after_previous(PDL)
     sums_CTR = tl.zeros((C, T, R), tl.float32)
-    for first in range(0, K // V, C):
+    for first in range(0, N, C):
         c_C = first + tl.arange(0, C)
         at = (c_C * V)[:, None, None] + (t_T.to(tl.int64) * x_stride)[None, :, None] + tl.arange(0, V)[None, None, :]
         ok = (c_C < K // V)[:, None, None] & (t_T < tokens)[None, :, None]
         x_CTV = tl.load(x + at, mask=ok, other=0).to(tl.float32)
-        sums_CTR += chunk_sums(x_CTV, value, fine, e_1R, o_R[None, :], ok_R[None, :], c_C, V, W)
+        sums_CTR += code_sums(x_CTV, raw, scales, V, W)
+        if N > C:  # the next ones; nothing after the last
+            raw, scales = chunk_codes(value, fine, e_1R, o_R[None, :], ok_R[None, :], c_C + C, V, False, W)
     y_TR = tl.sum(sums_CTR, 0) * coarse_scale(coarse, e_1R, o_R[None, :], ok_R[None, :], W)
     at = t_T.to(tl.int64)[:, None] * W[ROWS] + o_R[None, :]
     tl.store(out + at, y_TR.to(out.dtype.element_ty), mask=(t_T < tokens)[:, None] & ok_R[None, :])
@@ -59,9 +67,11 @@ def _stream_kernel(
 @triton.jit
 def _tiled_kernel(
     x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, SPLIT_K: tl.constexpr,
+    BK: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of BO rows and BT tokens over one of the splits of K; out is [S, T, O]."""
+    let_next_come(PDL)
+    after_previous(PDL)
     K: tl.constexpr = W[COLUMNS]
     tiles_O: tl.constexpr = (W[ROWS] + BO - 1) // BO
     o_O = tl.program_id(0) % tiles_O * BO + tl.arange(0, BO)
@@ -148,16 +158,16 @@ def tiled_config(of: Operand, tokens: int, target: Target, x_bytes: int = 2) -> 
     return Tiled(BO, BT, BK, warps, stages, splits)
 
 
-def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor, config: Stream) -> None:
+def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor, config: Stream, pdl: bool = False) -> None:
     """Writes x @ weight.T for a few tokens."""
     tokens = x_TK.shape[0]
     _stream_kernel[(triton.cdiv(of.layout[2], config.R),)](
         x_TK, x_TK.stride(0), *of.tensors(), out_TO, tokens, of.layout, power_of_two(tokens), config.R, config.C,
-        of.chunk, num_warps=config.warps,
+        of.chunk, num_warps=config.warps, **launch(pdl),
     )  # fmt: skip
 
 
-def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled) -> torch.Tensor:
+def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled, pdl: bool = False) -> torch.Tensor:
     """x @ weight.T; splits of K are summed in a fixed order."""
     tokens, (rows, columns) = x_TK.shape[0], of.layout[2:4]
     steps = triton.cdiv(triton.cdiv(columns, config.BK), config.splits)
@@ -166,7 +176,7 @@ def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled
     out_STO = torch.empty((splits, tokens, rows), dtype=dtype, device=x_TK.device)
     _tiled_kernel[(triton.cdiv(rows, config.BO) * triton.cdiv(tokens, config.BT), splits)](
         x_TK, x_TK.stride(0), *of.tensors(), out_STO, tokens, of.layout, config.BO, config.BT, config.BK,
-        steps * config.BK, num_warps=config.warps, num_stages=config.stages,
+        steps * config.BK, num_warps=config.warps, num_stages=config.stages, **launch(pdl),
     )  # fmt: skip
     return out_STO[0] if splits == 1 else out_STO.sum(0).to(out_dtype)
 
@@ -177,11 +187,12 @@ def linear(
     out_dtype: torch.dtype | None = None,
     target: Target | None = None,
     streamed: bool | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """x_TI @ weight_OI.T -> y_TO in `out_dtype` (x's, if None), accumulated in fp32; x may have more leading axes.
 
-    target: the device's, if None; streamed: by which kind of kernel, if it is known which is faster. Raises TypeError
-    for formats that only the reference has.
+    target: the device's, if None; streamed: by which kind of kernel, if it is known which is faster; pdl: see
+    overlap.py. Raises TypeError for formats that only the reference has.
     """
     out_dtype = out_dtype or x_TI.dtype
     target = target or target_of(x_TI.device)
@@ -195,13 +206,13 @@ def linear(
     of = operand(weight, target.native_fp8)
     if tokens <= STREAM_TOKENS if streamed is None else streamed:
         out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
-        stream(x_TK, of, out_TO, stream_config(of, tokens, target.name))
+        stream(x_TK, of, out_TO, stream_config(of, tokens, target.name), pdl)
         return out_TO.view(shape)
     if of.kind == 0:
         return _library(x_TK, weight.plain, out_dtype).view(shape)
     if tokens >= LIBRARY_TOKENS and x_TK.is_cuda and x_TK.element_size() == 2:
         return _library(x_TK, dequantise.dequantised(of, x_TK.dtype), out_dtype).view(shape)
-    return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size())).view(shape)
+    return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size()), pdl).view(shape)
 
 
 def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -230,7 +241,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     for of, types in linears(native_fp8):
         kinds = types | {"x": "*bf16", "out": "*bf16"}
         for tokens, chosen, shared_bytes in _streams(of, native_fp8):
-            constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk}
+            constexprs = {"W": of.layout, "T": tokens, "R": chosen.R, "C": chosen.C, "V": of.chunk, "PDL": False}
             signed = signature(_stream_kernel, constexprs, kinds)
             yield CompileCase(_stream_kernel, signed, constexprs, chosen.warps, 1, shared_bytes)
         sizes = (16, 64, 1024) if of.kind else ()
@@ -243,5 +254,6 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
         for config, shared_bytes in choices:
             step = -(-of.layout[3] // config.BK // config.splits) * config.BK
             constexprs = {"W": of.layout, "BO": config.BO, "BT": config.BT, "BK": config.BK, "SPLIT_K": step}
+            constexprs |= {"PDL": False}
             signed = signature(_tiled_kernel, constexprs, kinds | {"out": "*fp32" if config.splits > 1 else "*bf16"})
             yield CompileCase(_tiled_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)

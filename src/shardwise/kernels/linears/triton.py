@@ -92,7 +92,7 @@ def linears(
         if found is not None:
             return _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
     outputs = [
-        linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target))
+        linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target), pdl)
         for weight, dtype in zip(weights, dtypes, strict=True)
     ]
     if conv is not None:
