@@ -175,20 +175,22 @@ def candidates(form: str, parts: str) -> Iterator[tuple[str, list[str], Choice]]
 def compile_some(form: str, parts: str, worker: int) -> None:
     """Runs every WORKERS-th candidate once, in a model of four layers."""
     steps = Steps(form, 4)
+    if worker == 0:
+        steps.graph(4, 4)
     for n, (part, shapes, choice) in enumerate(candidates(form, parts)):
         if n % WORKERS == worker:
             with chosen(dict.fromkeys(keys(part, shapes), choice)), contextlib.suppress(Exception):
                 steps.graph(1, 4)
 
 
-def whole(steps: Steps, form: str, sizes: Sequence[int]) -> dict[str, Any]:
+def whole(steps: Steps, form: str, sizes: Sequence[int], overlaps: Sequence[bool]) -> dict[str, Any]:
     """Steps of so many tokens by the table as it is."""
     layers, found = len(steps.model.layers), dict[str, Any]()
     for tokens in sizes:
         steps.with_ops("reference", False)
         chunks = [Chunk(row, CONTEXT, 1, [17 * row], [], True) for row in range(1, tokens + 1)]
         exact = eager(steps, chunks)
-        for overlap in (True, False):
+        for overlap in overlaps:
             steps.with_ops("triton", overlap)
             many_us, logits = steps.microseconds(tokens)
             few_us, _ = steps.microseconds(tokens, layers // 2)
@@ -245,7 +247,7 @@ def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:
         sys.stdout.flush()
     found |= {"best_us": best_us, "best": {key: list(choice) for key, choice in best.items()}}
     with chosen(best):
-        found["whole"] = whole(steps, form, (1,))
+        found["whole"] = whole(steps, form, (1, 4), (True,))
     return found
 
 
@@ -276,8 +278,10 @@ def main() -> None:
                 continue
             process.kill()
         sys.stdout.write(f"{form} ready after {time.monotonic() - begin_s:.0f} s\n")
-        found: dict[str, Any] = {"whole": whole(steps, form, (1,) if args.part != "none" else (1, 4))}
-        if args.part != "none":
+        found: dict[str, Any] = {"whole": whole(steps, form, (1,), (True, False))}
+        if args.part == "none":
+            found["whole"] |= whole(steps, form, (4,), (True, False))
+        else:
             found["sweep"] = sweep(steps, form, args.part, begin_s + args.seconds)
         Path(os.environ.get("OUT", "."), f"steps-{form}.json").write_text(json.dumps(found, indent=1))
         del steps

@@ -31,6 +31,14 @@ def after_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@triton.jit
+def ask_for(address):
+    """Have the lines of 128 bytes at these addresses (int64) brought to the second-level cache. Only with PDL."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 def launch(pdl: bool) -> dict[str, Any]:
     """Arguments of a launch."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

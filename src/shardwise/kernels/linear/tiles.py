@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.overlap import ask_for
 from shardwise.shard import Local
 
 PLAIN = tl.constexpr(0)
@@ -149,6 +150,17 @@ def _expert_rows(weight: Weight, held: Local) -> int:
     if len(weight.shape) == 3 and held.block[0] not in (0, 1):
         raise TypeError(f"{weight.spec.sources[0]}{held.stored.suffix}: one scale for {held.block[0]} experts")
     return held.shape[-2] if len(weight.shape) == 3 and held.block[0] == 1 else 0
+
+
+@triton.jit
+def ask_for_rows(value, e, o_O, ok_O, W: tl.constexpr, PDL: tl.constexpr):
+    """Have the beginnings of rows o of expert e on their way before the kernel waits; nothing without PDL."""
+    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1
+    WIDTH: tl.constexpr = W[COLUMNS] // PER * (value.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = 8 if WIDTH >= 1024 else 4 if WIDTH >= 512 else 0
+    if PDL and LINES > 0:
+        row_O = e.to(tl.int64) * W[ROWS] + tl.where(ok_O, o_O, 0)
+        ask_for(value.to(tl.int64) + (row_O * WIDTH)[:, None] + (tl.arange(0, LINES) * 128)[None, :])
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from shardwise.kernels.linear.tiles import (
     ROWS,
     Operand,
     Target,
+    ask_for_rows,
     chunk_codes,
     coarse_scale,
     code_sums,
@@ -71,7 +72,6 @@ def _tiled_kernel(
 ):  # fmt: skip
     """A tile of BO rows and BT tokens over one of the splits of K; out is [S, T, O]."""
     let_next_come(PDL)
-    after_previous(PDL)
     K: tl.constexpr = W[COLUMNS]
     tiles_O: tl.constexpr = (W[ROWS] + BO - 1) // BO
     o_O = tl.program_id(0) % tiles_O * BO + tl.arange(0, BO)
@@ -80,6 +80,8 @@ def _tiled_kernel(
     ok_O, ok_T = o_O < W[ROWS], t_T < tokens
     start = part * SPLIT_K
     e = part * 0
+    ask_for_rows(value, e, o_O, ok_O, W, PDL and SPLIT_K >= K)
+    after_previous(PDL)
     acc_OT = tile_product(
         x, t_T.to(tl.int64) * x_stride, ok_T, value, fine, e, o_O, ok_O, start, min(start + SPLIT_K, K), BK, W
     )

@@ -10,7 +10,7 @@ Legend: T tokens, K columns, O rows of a program.
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale, tile_product
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, ask_for_rows, coarse_scale, tile_product
 from shardwise.kernels.linears.stream import conv_window, convolved
 from shardwise.kernels.overlap import after_previous, let_next_come
 
@@ -18,11 +18,13 @@ from shardwise.kernels.overlap import after_previous, let_next_come
 @triton.jit
 def _tile_part(
     x, value, fine, coarse, out, program, tokens, conv, state, context, rows, W: tl.constexpr, BT: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = W[COLUMNS]
     o_O, t_T = program * BO + tl.arange(0, BO), tl.program_id(1) * BT + tl.arange(0, BT)
     ok_O, ok_T, e = o_O < W[ROWS], t_T < tokens, program * 0
+    ask_for_rows(value, e, o_O, ok_O, W, PDL)
+    after_previous(PDL)
     acc_OT = tile_product(x, t_T * K, ok_T, value, fine, e, o_O, ok_O, 0, K, BK, W)
     y_OT = acc_OT * coarse_scale(coarse, e, o_O, ok_O, W)[:, None]
     if TAPS > 0:
@@ -43,18 +45,17 @@ def tile_linears_kernel(
 ):  # fmt: skip
     """R rows of one of up to three weights (R1, R2: 0 without), C columns a step, for T tokens."""
     let_next_come(PDL)
-    after_previous(PDL)
     program = tl.program_id(0)
     N0: tl.constexpr = (W0[ROWS] + R0 - 1) // R0
     N1: tl.constexpr = (W1[ROWS] + R1 - 1) // R1 if R1 > 0 else 0  # pyright: ignore[reportAssignmentType]
     if program < N0:
         _tile_part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, T, R0, C0, TAPS,
-                   WINDOW)  # fmt: skip
+                   WINDOW, PDL)  # fmt: skip
     if R1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
             _tile_part(x, value1, fine1, coarse1, out1, program - N0, tokens, conv, state, context, rows, W1, T, R1, C1,
-                       0, WINDOW)  # fmt: skip
+                       0, WINDOW, PDL)  # fmt: skip
     if R2 > 0:  # noqa: SIM102
         if program >= N0 + N1:
             _tile_part(x, value2, fine2, coarse2, out2, program - N0 - N1, tokens, conv, state, context, rows, W2, T,
-                       R2, C2, 0, WINDOW)  # fmt: skip
+                       R2, C2, 0, WINDOW, PDL)  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, ask_for_rows, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
@@ -30,8 +30,8 @@ def _matches(ids, pair, tokens, TOP_K: tl.constexpr, KP: tl.constexpr, BT: tl.co
     t_T, k_K = tl.arange(0, BT), tl.arange(0, KP)
     pair_TK = (t_T * TOP_K)[:, None] + k_K[None, :]
     ok_TK = (t_T < tokens)[:, None] & (k_K < TOP_K)[None, :]
-    expert = tl.load(ids + pair)
-    alike_TK = ok_TK & (tl.load(ids + pair_TK, mask=ok_TK, other=-1) == expert)
+    expert = tl.load(ids + pair, cache_modifier=".cg")  # see down_kernel in stream.py
+    alike_TK = ok_TK & (tl.load(ids + pair_TK, mask=ok_TK, other=-1, cache_modifier=".cg") == expert)
     first = tl.min(tl.min(tl.where(alike_TK, pair_TK, tokens * TOP_K), 1), 0)
     return expert, tl.max(tl.where(alike_TK, pair_TK, -1), 1), first == pair
 
@@ -62,17 +62,22 @@ def matched_gate_up_kernel(
     WS: tl.constexpr, BIS: tl.constexpr, BKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of the shared expert, then those of every pair: some rows of one expert for all of its tokens."""
-    let_next_come(PDL)
-    after_previous(PDL)
     SHARED: tl.constexpr = (WS[ROWS] // 2 + BIS - 1) // BIS
     TILES: tl.constexpr = (W[ROWS] // 2 + BI - 1) // BI
     t_T = tl.arange(0, BT)
     if tl.program_id(0) < SHARED:
         tile, row_T = tl.program_id(0), t_T.to(tl.int64)
+        r_O = tl.arange(0, 2 * BIS)
+        o_O = tile * BIS + r_O // 2 + r_O % 2 * (WS[ROWS] // 2)
+        ask_for_rows(shared_value, tile * 0, o_O, o_O < WS[ROWS], WS, PDL)
+        after_previous(PDL)
+        let_next_come(PDL)
         _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, tile * 0, row_T, row_T, t_T < tokens, tile,
                     WS, BIS, BKS, BT)  # fmt: skip
     else:
         program = tl.program_id(0) - SHARED
+        after_previous(PDL)
+        let_next_come(PDL)
         expert, pair_T, mine = _matches(ids, program // TILES, tokens, TOP_K, KP, BT)
         if mine:
             _gated_tile(x, act, value, fine, coarse, expert, t_T.to(tl.int64), pair_T.to(tl.int64), pair_T >= 0,
@@ -101,20 +106,26 @@ def matched_down_kernel(
 ):  # fmt: skip
     """As above: y[pair] of routed experts, and y[pairs + token] of the shared one."""
     let_next_come(PDL)
-    after_previous(PDL)
     SHARED: tl.constexpr = (WS[ROWS] + BOS - 1) // BOS
     TILES: tl.constexpr = (W[ROWS] + BO - 1) // BO
     t_T = tl.arange(0, BT)
     if tl.program_id(0) < SHARED:
         tile, row_T = tl.program_id(0), t_T.to(tl.int64)
+        o_O = tile * BOS + tl.arange(0, BOS)
+        ask_for_rows(shared_value, tile * 0, o_O, o_O < WS[ROWS], WS, PDL)
+        after_previous(PDL)
         _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, tile * 0, row_T, tokens * TOP_K + row_T,
                    t_T < tokens, tile, WS, BOS, BKS)  # fmt: skip
     else:
         program = tl.program_id(0) - SHARED
         expert, pair_T, mine = _matches(ids, program // TILES, tokens, TOP_K, KP, BT)
         if mine:
-            row_T = pair_T.to(tl.int64)
+            row_T, o_O = pair_T.to(tl.int64), program % TILES * BO + tl.arange(0, BO)
+            ask_for_rows(value, expert, o_O, o_O < W[ROWS], W, PDL)
+            after_previous(PDL)
             _down_tile(act, y, value, fine, coarse, expert, row_T, row_T, pair_T >= 0, program % TILES, W, BO, BK)
+        else:
+            after_previous(PDL)
 
 
 @triton.jit(do_not_specialize=["tokens", "gate_stride"])
