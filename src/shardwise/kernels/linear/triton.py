@@ -16,6 +16,7 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear import dequantise, w8a8
+from shardwise.kernels.linear.chunks import chunk_codes, code_sums
 from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
@@ -23,9 +24,7 @@ from shardwise.kernels.linear.tiles import (
     Operand,
     Target,
     ask_for_rows,
-    chunk_codes,
     coarse_scale,
-    code_sums,
     operand,
     target_of,
     tile_product,

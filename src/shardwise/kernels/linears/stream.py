@@ -11,7 +11,8 @@ Legend: T tokens, H hidden, O out, R rows of a program, C chunks of V elements, 
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, chunk_codes, chunks, coarse_scale, code_sums
+from shardwise.kernels.linear.chunks import chunk_codes, chunks, code_sums
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale
 from shardwise.kernels.overlap import after_previous, let_next_come
 
 

@@ -12,8 +12,9 @@ import triton.language as tl
 
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.chunks import chunk_sums
 from shardwise.kernels.linear.geometry import banks
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, chunk_sums, coarse_scale
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, coarse_scale
 from shardwise.kernels.linear.triton import Stream, power_of_two
 
 
