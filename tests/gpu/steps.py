@@ -214,7 +214,7 @@ def eager(steps: Steps, chunks: list[Chunk]) -> torch.Tensor:
     inputs = Inputs.empty(len(chunks), graphs.lengths[0], steps.tables.page_tokens, steps.device)
     steps.fresh()
     graphs._fill(inputs, chunks)
-    return steps.model(inputs.wide_3B[0], inputs.wide_3B[1], inputs.seqs, steps.caches, inputs.logit_rows_B)
+    return steps.model(inputs.wide_3B[0], inputs.wide_3B[1], inputs.seqs, steps.caches, None)
 
 
 def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:

@@ -25,6 +25,15 @@ def test_rows_of_the_rank_and_zeros(impl, bounds, dtype, device):
 
 
 @BOTH
+def test_ids_of_rows_and_types(impl, device):
+    table, last = torch.arange(20.0, device=device).view(10, 2), torch.tensor([9, 7, 3, 5], device=device)
+    ids = torch.tensor([-2, 4, 0, -3, -1], device=device)
+    got = impl.embed(ids, table[3:].half(), 3, last, torch.float32)
+    assert got.dtype == torch.float32
+    assert got[:, 0].tolist() == [6.0, 8.0, 0.0, 10.0, 14.0]
+
+
+@BOTH
 def test_ranks_add_up_to_the_whole_table(impl, device):
     table = torch.randn(10, 8, generator=torch.Generator().manual_seed(0)).to(device)
     ids = torch.arange(10, device=device)

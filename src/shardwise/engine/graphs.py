@@ -27,7 +27,6 @@ class Inputs:
     wide_3B: torch.Tensor
     narrow_X: torch.Tensor
     seqs: Sequences
-    logit_rows_B: torch.Tensor  # all; kept here because a graph keeps only addresses
 
     @classmethod
     def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
@@ -45,7 +44,7 @@ class Inputs:
             max_query=1,
             max_length=length,
         )
-        return cls(wide_3B, narrow_X, seqs, torch.arange(size, device=device))
+        return cls(wide_3B, narrow_X, seqs)
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,8 @@ class DecodeGraphs:
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
 
         def step() -> torch.Tensor:
-            tokens_B = inputs.wide_3B[0]
-            tokens_B = torch.where(tokens_B < 0, self.last_tokens[(-tokens_B).clamp(min=0)], tokens_B)
-            return self.model(tokens_B, inputs.wide_3B[1], inputs.seqs, self.caches, inputs.logit_rows_B)
+            tokens_B, positions_B = inputs.wide_3B[:2]
+            return self.model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens)
 
         # Once outside the graph on the stream that captures, so that compilers and communicators set themselves up.
         stream = torch.cuda.Stream(self.ctx.device)

@@ -208,12 +208,11 @@ class Runner:
         if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return graphs.run(chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
-        last_T = self.last_tokens[(-batch.tokens_T).clamp(min=0)]
-        tokens_T = torch.where(batch.tokens_T < 0, last_T, batch.tokens_T)
         features_FH = self.features.of(chunks) if self.features is not None else None
         return self.model(
-            tokens_T, batch.positions_3T, batch.seqs, self.caches, batch.logit_rows_L, features_FH, batch.feature_rows_F
-        )
+            batch.tokens_T, batch.positions_3T, batch.seqs, self.caches, batch.logit_rows_L, features_FH,
+            batch.feature_rows_F, self.last_tokens,
+        )  # fmt: skip
 
     def _copy(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]]) -> None:
         """Save states, then start requests from saved ones: before anything of this step is written."""

@@ -40,8 +40,8 @@ class Embedding:
         self.first_row = segment.span(ctx.partitions["vocab"], ctx.rank)[0]
         self.ops = ctx.ops
 
-    def __call__(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        return self.ops.embed(tokens_T, self.weight.plain, self.first_row).float()
+    def __call__(self, tokens_T: torch.Tensor, last_R: torch.Tensor | None = None) -> torch.Tensor:
+        return self.ops.embed(tokens_T, self.weight.plain, self.first_row, last_R, torch.float32)
 
 
 class Head:

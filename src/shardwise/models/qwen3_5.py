@@ -130,17 +130,19 @@ class Model:
         positions_3T: torch.Tensor,
         seqs: Sequences,
         caches: Sequence[LayerCache],
-        logit_rows_L: torch.Tensor,
+        logit_rows_L: torch.Tensor | None,
         features_FH: torch.Tensor | None = None,
         feature_rows_F: torch.Tensor | None = None,
+        last_tokens_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`; `caches` (one a layer) move on.
+        """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`, None: of all; `caches` (one a layer) move on.
 
         tokens_T: int64 ids; positions_3T: int64, of time, height and width, or [T] if these are equal, as for text.
         features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
+        last_tokens_R: ids that ids below zero stand for, -r for that of row r.
         """
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
-        added_TH = self.comm.all_reduce(self.embedding(tokens_T))
+        added_TH = self.comm.all_reduce(self.embedding(tokens_T, last_tokens_R))
         residual_TH = torch.zeros_like(added_TH)
         if features_FH is not None and feature_rows_F is not None:
             added_TH[feature_rows_F] = features_FH.float()
@@ -150,4 +152,4 @@ class Model:
             added_TH, residual_TH = layer.mlp(mixed_TH, residual_TH, layer.post_norm)
             added_TH = self.comm.all_reduce(added_TH)
         x_TH, _ = self.ops.add_rms_norm(added_TH, residual_TH, self.norm, self.config.rms_norm_eps)
-        return self.head(x_TH[logit_rows_L])
+        return self.head(x_TH if logit_rows_L is None else x_TH[logit_rows_L])
