@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,41 +41,59 @@ from shardwise.parallel.context import RankContext
 GEOMETRY, LAYERS, CONTEXT, PAGES = Path("benchmarks/geometry"), 40, 130, 64
 WORKERS = 5
 Choice = tuple[int, ...]
-PARTS = {  # by format: what is chosen, for which weights, and the candidates
-    "bf16": {
-        "normed": (["bf16:8192x2048", "bf16:4096x2048", "bf16:9216x2048"],
-                   [(4, 256, 4), (8, 256, 4), (4, 256, 2), (8, 256, 8)]),
-        "stream": (["bf16:2048x4096"], [(1, 128, 4), (2, 512, 4), (1, 512, 4), (2, 256, 2)]),
-        "delta_step": ([], [(8,), (16,)]),
-        "gate_up": (["bf16:1024x2048"], [(2, 128, 4), (2, 256, 4), (4, 256, 8), (2, 256, 2)]),
-        "down": (["bf16:2048x512"], [(1, 64, 4), (2, 64, 4), (2, 64, 8), (4, 64, 8)]),
-        "normed router": (["bf16:257x2048"], [(2, 256, 4), (1, 256, 4)]),
-        "stream head": (["bf16:248320x2048"], [(2, 256, 4), (4, 256, 4), (8, 256, 8)]),
-    },
-    "fp8": {
-        "normed": (["fp8:8192x2048", "fp8:4096x2048", "fp8:9216x2048"],
-                   [(8, 128, 4), (4, 128, 4), (16, 128, 4), (8, 128, 2), (4, 128, 2)]),
-        "stream": (["fp8:2048x4096"], [(8, 256, 4), (4, 256, 4), (2, 256, 4), (4, 256, 2)]),
-        "gate_up": (["fp8:1024x2048"], [(4, 64, 4), (4, 128, 4), (2, 128, 4), (4, 128, 2)]),
-        "down": (["fp8:2048x512"], [(2, 32, 4), (4, 32, 4), (1, 32, 4), (4, 32, 8)]),
-        "normed router": (["bf16:257x2048"], [(2, 256, 4), (1, 256, 4)]),
-        "stream head": (["bf16:248320x2048"], [(2, 256, 4), (4, 256, 4)]),
-    },
-    "nvfp4": {
-        "gate_up": (["fp4:1024x2048"], [(4, 128, 4), (2, 128, 4), (8, 128, 4), (8, 128, 8)]),
-        "down": (["fp4:2048x512"], [(4, 32, 4), (8, 32, 4), (2, 32, 4), (8, 32, 8)]),
-        "stream head": (["fp4:248320x2048"], [(8, 128, 4), (16, 128, 4), (4, 128, 4), (16, 128, 8)]),
-    },
-}  # fmt: skip
+PROJECTIONS = ((8192, 2048), (4096, 2048), (9216, 2048))  # by rows and columns: inputs of both kinds of layers
 
 
-def keys(part: str, shapes: list[str], tokens: int = 1) -> list[str]:
-    """Of the table."""
-    return (
-        ["delta_step 128x128 1"]
-        if part == "delta_step"
-        else [f"{part.split()[0]} {shape} {tokens}" for shape in shapes]
+@dataclass(frozen=True)
+class Part:
+    """What is chosen together: keys of the table, and the candidates, for steps of so many tokens."""
+
+    name: str
+    keys: tuple[str, ...]
+    candidates: tuple[Choice, ...]
+    tokens: int = 1
+
+
+def parts_of(form: str) -> list[Part]:
+    """All parts of a format."""
+    dense, expert = {"bf16": ("bf16", "bf16"), "fp8": ("fp8", "fp8"), "nvfp4": ("fp8", "fp4")}[form]
+    inputs = tuple(f"normed {dense}:{rows}x{columns} 1" for rows, columns in PROJECTIONS)
+    joint = f"linears {dense}:8192x2048 {dense}:4096x2048 bf16:64x2048 4"
+    tiles = ((1, 32, 16, 256, 4, 3), (1, 32, 16, 128, 4, 4), (1, 64, 16, 128, 4, 3), (1, 16, 16, 256, 4, 3))
+    several = (
+        Part("delta in", (joint,), ((1, 32, 16, 256, 4, 4), *tiles), 4),
+        Part("attention in", (f"linears {dense}:9216x2048 4",), (*tiles[:2], (0,), (2,)), 4),
+        Part("out", (f"linears {dense}:2048x4096 4",), ((2,), (0,), (1, 16, 16, 256, 4, 4), (1, 16, 16, 512, 4, 3)), 4),
+        Part("router", ("linears bf16:257x2048 4",), ((0,), (1, 16, 16, 256, 4, 4), (1, 16, 16, 128, 4, 4)), 4),
     )
+    blocks = ((64, 128, 4, 3), (128, 128, 8, 3), (64, 256, 4, 3), (32, 256, 4, 3), (64, 128, 4, 4))
+    matched = (
+        Part("matched up", (f"matched {expert}:1024x2048 4",), blocks, 4),
+        Part("matched down", (f"matched {expert}:2048x512 4",), blocks, 4),
+    )
+    one = {
+        "bf16": (
+            Part("normed", inputs, ((4, 256, 4), (8, 256, 4), (4, 256, 2), (8, 256, 8))),
+            Part("out", ("stream bf16:2048x4096 1",), ((1, 128, 4), (2, 512, 4), (1, 512, 4), (2, 256, 2))),
+            Part("gate_up", ("gate_up bf16:1024x2048 1",), ((2, 128, 4), (2, 256, 4), (4, 256, 8), (2, 256, 2))),
+            Part("down", ("down bf16:2048x512 1",), ((1, 64, 4), (2, 64, 4), (2, 64, 8), (1, 64, 2))),
+            Part("delta", ("delta_step 128x128 1",), ((8,), (16,))),
+            Part("router", ("normed bf16:257x2048 1",), ((2, 256, 4), (1, 256, 4))),
+            Part("head", ("stream bf16:248320x2048 1",), ((2, 256, 4), (4, 256, 4), (8, 256, 4))),
+        ),
+        "fp8": (
+            Part("normed", inputs, ((8, 128, 4), (4, 128, 4), (16, 128, 4), (8, 128, 2), (4, 128, 2))),
+            Part("out", ("stream fp8:2048x4096 1",), ((8, 256, 4), (4, 256, 4), (2, 256, 4), (4, 256, 2))),
+            Part("gate_up", ("gate_up fp8:1024x2048 1",), ((4, 64, 4), (4, 128, 4), (2, 128, 4), (4, 128, 2))),
+            Part("down", ("down fp8:2048x512 1",), ((2, 32, 4), (4, 32, 4), (1, 32, 4), (2, 32, 2))),
+        ),
+        "nvfp4": (
+            Part("gate_up", ("gate_up fp4:1024x2048 1",), ((4, 128, 4), (2, 128, 4), (8, 128, 4), (4, 128, 2))),
+            Part("down", ("down fp4:2048x512 1",), ((4, 32, 4), (8, 32, 4), (2, 32, 4), (4, 32, 2))),
+            Part("head", ("stream fp4:248320x2048 1",), ((8, 128, 4), (16, 128, 4), (8, 128, 2), (4, 128, 1))),
+        ),
+    }[form]
+    return [*one, *several, *(matched if form != "nvfp4" else ())]
 
 
 @contextlib.contextmanager
@@ -168,21 +187,18 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-def candidates(form: str, parts: str) -> Iterator[tuple[str, list[str], Choice]]:
-    for part, (shapes, choices) in PARTS[form].items():
-        if not parts or part in parts.split(","):
-            yield from ((part, shapes, each) for each in choices)
+def wanted(form: str, names: str) -> list[Part]:
+    """Parts of these names, by commas; all if there are none."""
+    return [part for part in parts_of(form) if not names or part.name in names.split(",")]
 
 
-def compile_some(form: str, parts: str, worker: int) -> None:
+def compile_some(form: str, names: str, worker: int) -> None:
     """Runs every WORKERS-th candidate once, in a model of four layers."""
     steps = Steps(form, 4)
-    if worker == 0:
-        steps.graph(4, 4)
-    for n, (part, shapes, choice) in enumerate(candidates(form, parts)):
-        if n % WORKERS == worker:
-            with chosen(dict.fromkeys(keys(part, shapes), choice)), contextlib.suppress(Exception):
-                steps.graph(1, 4)
+    todo = [(part, choice) for part in wanted(form, names) for choice in part.candidates]
+    for part, choice in todo[worker::WORKERS]:
+        with chosen(dict.fromkeys(part.keys, choice)), contextlib.suppress(Exception):
+            steps.graph(part.tokens, 4)
 
 
 def whole(steps: Steps, form: str, sizes: Sequence[int], overlaps: Sequence[bool]) -> dict[str, Any]:
@@ -217,37 +233,34 @@ def eager(steps: Steps, chunks: list[Chunk]) -> torch.Tensor:
     return steps.model(inputs.wide_3B[0], inputs.wide_3B[1], inputs.seqs, steps.caches, None)
 
 
-def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:
+def sweep(steps: Steps, form: str, names: str, stop_s: float) -> dict[str, Any]:
     """One choice after another, the best of each is kept."""
     steps.with_ops("triton", True)
-    best: dict[str, Choice] = {}
-    best_us, first = steps.microseconds()
-    found: dict[str, Any] = {"before_us": best_us}
-    for part, (shapes, choices) in PARTS[form].items():
-        if parts and part not in parts.split(","):
-            continue
-        times: dict[Choice, float] = {}
-        for choice in choices:
-            if time.monotonic() > stop_s:
-                break
-            with chosen(best | dict.fromkeys(keys(part, shapes), choice)):
-                try:
-                    times[choice], logits = steps.microseconds()
-                    error = relative(logits, first)
-                    times[choice] = times[choice] if error < 5e-2 else float("inf")
-                except Exception as error:
-                    sys.stdout.write(f"{form} {part} {choice}: {str(error)[:200]}\n")
-        if not times:
-            break
-        fastest = min(times, key=lambda each: times[each])
-        if times[fastest] < best_us - 1:
-            best_us = times[fastest]
-            best |= dict.fromkeys(keys(part, shapes), fastest)
-        found[part] = {str(choice): us for choice, us in times.items()}
-        line = ", ".join(f"{choice} {us:.1f}" for choice, us in times.items())
-        sys.stdout.write(f"{form} {part}: best now {best_us:.1f} | {line}\n")
-        sys.stdout.flush()
-    found |= {"best_us": best_us, "best": {key: list(choice) for key, choice in best.items()}}
+    best, found = dict[str, Choice](), dict[str, Any]()
+    for tokens in (1, 4):
+        best_us, first = steps.microseconds(tokens)
+        for part in wanted(form, names):
+            if part.tokens != tokens or time.monotonic() > stop_s:
+                continue
+            times: dict[Choice, float] = {}
+            for choice in part.candidates:
+                with chosen(best | dict.fromkeys(part.keys, choice)):
+                    try:
+                        times[choice], logits = steps.microseconds(tokens)
+                        if not relative(logits, first) < 5e-2:
+                            sys.stdout.write(f"{form} {part.name} {choice}: error {relative(logits, first):.1e}\n")
+                            times[choice] = float("inf")
+                    except Exception as error:
+                        sys.stdout.write(f"{form} {part.name} {choice}: {str(error)[:200]}\n")
+            fastest = min(times, key=lambda each: times[each], default=())
+            if fastest and times[fastest] < best_us - 1:
+                best_us = times[fastest]
+                best |= dict.fromkeys(part.keys, fastest)
+            found[f"{part.name} {tokens}"] = {str(choice): us for choice, us in times.items()}
+            line = ", ".join(f"{choice} {us:.1f}" for choice, us in times.items())
+            sys.stdout.write(f"{form} {tokens} {part.name}: best now {best_us:.1f} | {line}\n")
+            sys.stdout.flush()
+    found["best"] = {key: list(choice) for key, choice in best.items()}
     with chosen(best):
         found["whole"] = whole(steps, form, (1, 4), (True,))
     return found
@@ -255,7 +268,7 @@ def sweep(steps: Steps, form: str, parts: str, stop_s: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("formats", nargs="+", choices=list(PARTS))
+    parser.add_argument("formats", nargs="+", choices=["bf16", "fp8", "nvfp4"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--part", default="", help="only these parts, by commas; none: no sweep")
