@@ -3,7 +3,7 @@
 Asking for weights and using them are two steps, so that a kernel can wait for its input in between (see overlap.py).
 Legend: C chunks of V consecutive elements of `in`, B batch of rows, R rows, K in, W the layout of a weight.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl

@@ -220,7 +220,7 @@ def normed_config(of: Operand, tokens: int, gpu: str = "") -> Stream:
         return Stream(*found)
     chosen = stream_config(of, tokens)
     rows = 2 if of.layout[2] < FEW_ROWS else 8 if of.kind else 4  # codes: the input is several times as many bytes
-    return Stream(rows, min(chosen.C, 128), 4)
+    return Stream(rows, min(chosen.C, 256), 4)
 
 
 def tile_config(operands: Sequence[Operand], target: Target, wide: bool) -> Tile:
