@@ -279,7 +279,7 @@ def all_cases(machine: Machine, folder: Path) -> list[Case]:
         repeats = (BASE, BASE * times)
         found.append(Case(f"slow x{times} even", (1.0, 1.0), repeats=repeats))
         found.append(Case(f"slow x{times} balanced", (), balanced(repeats, machine, folder), repeats=repeats))
-    return found + [Case(f"two {name}", ratio, batches=(1, 16, BATCH)) for name, ratio in EVEN.items()]
+    return found + [Case(f"two {name}", ratio) for name, ratio in EVEN.items()]
 
 
 def table(results: Mapping[str, dict[str, Any]], machine: Machine, folder: Path) -> tuple[list[str], dict[str, Any]]:

@@ -3,14 +3,16 @@
     python -m tests.gpu.warm_start --out FILE [--model GEOMETRY] [--folder ON_DISK] [--banks DIR] [--limit-s 180]
 
 A checkpoint of made-up weights is written first, a file a layer, alike but for names, as many layers as `--write-s`
-allow (a multiple of four); meanwhile a start of four layers compiles the kernels. Then it is started three times, each
-in a process of its own, timed from the start of `build_rank` until it is ready to serve:
+allow (a multiple of four); meanwhile a start of four layers compiles the kernels, and memory is touched once, which a
+virtual machine may have to ask its host for. Then it is started, each time in a process of its own, timed from the
+start of `build_rank` until it is ready to serve:
 
-    cached    without banks, the checkpoint in the system's page cache
     cold      without banks, the page cache dropped
     warm      with the banks that the cold start left, the page cache dropped again
+    cached    without banks, the checkpoint in the system's page cache (unless --no-cached)
 
-Banks go to tmpfs if that holds them, else to disk. The first tokens of all three must be equal.
+Banks go to tmpfs if that holds them, else to disk. The first tokens of all must be equal. `write` and `starts` in place
+of nothing do one half each: the first makes no use of a GPU but for compiling.
 """
 
 import argparse
@@ -41,8 +43,23 @@ WRITERS = 4
 INTERVAL = 4  # layers after which kinds repeat
 WARM_LAYERS, WARM_SLOTS = 4, 120
 CARD_GIB = 24.0
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+NAMES, FACTS = ("cold", "warm", "cached"), "written.json"
+LAYER, EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"\.experts\.(\d+)\.")
+EXPERTS, LARGE_ELEMENTS = 8, 1 << 22  # that are made up: the others are like them
 GIB = 1 << 30
+
+
+def made(source: DummySource, name: str, info: TensorInfo) -> torch.Tensor:
+    """The bytes of a tensor; of a large one the first rows are repeated."""
+    rows = max(1, LARGE_ELEMENTS * info.shape[0] // _elements(info)) if info.shape else 1
+    if not info.shape or rows >= info.shape[0]:
+        return source.whole(name).reshape(-1).view(torch.uint8)
+    first = source.read(name, (slice(0, rows), *(slice(0, size) for size in info.shape[1:])))
+    return (
+        first.repeat(-(-info.shape[0] // rows), *(1 for _ in info.shape[1:]))
+        .reshape(-1)
+        .view(torch.uint8)[: info.nbytes]
+    )
 
 
 class Kind:
@@ -54,9 +71,9 @@ class Kind:
         self.bytes = torch.empty(sum(info.nbytes for _, info in infos), dtype=torch.uint8)
         at = 0
         for name, info in self.infos:
-            key = LAYER.sub("layers.N.", name)
+            key = EXPERT.sub(lambda found: f".experts.{int(found[1]) % EXPERTS}.", LAYER.sub("layers.N.", name))
             if key not in known:
-                known[key] = source.whole(name).cpu().reshape(-1).view(torch.uint8)
+                known[key] = made(source, name, info)
             self.bytes[at : at + info.nbytes] = known[key]
             at += info.nbytes
 
@@ -94,13 +111,13 @@ def config_of(geometry: Path, layers: int) -> dict[str, Any]:
     return raw
 
 
-def write_checkpoint(folder: Path, geometry: Path, device: str, seconds: float) -> dict[str, Any]:
+def write_checkpoint(folder: Path, geometry: Path, seconds: float) -> dict[str, Any]:
     """Layers of made-up weights on disk, as many as the time and the disk allow; how many, their bytes, the time."""
     begin_s = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    serve = ServeConfig(model=str(geometry), load_format="dummy", vision="off", ranks=1, device=device)
-    made = building.blueprint(serve)
-    source = DummySource(made.specs.values(), device=device if device == "cpu" else "cuda")
+    serve = ServeConfig(model=str(geometry), load_format="dummy", vision="off", ranks=1)
+    made = building.blueprint(serve, "cuda")
+    source = DummySource(made.specs.values())
     by_layer = dict[int | None, list[str]]()
     for name in source.names:
         found = LAYER.search(name)
@@ -267,30 +284,42 @@ class Driver:
             self.running.wait()
 
 
-def measure(driver: Driver, folder: Path) -> dict[str, Any]:
-    """The checkpoint, then the three starts."""
+def touch(size_gib: int) -> None:
+    """Use so much memory once, and give it back."""
+    kept = [torch.ones(GIB, dtype=torch.uint8) for _ in range(size_gib)]
+    kept.clear()
+
+
+def write(driver: Driver, folder: Path) -> None:
+    """The checkpoint, its facts beside it, and compiled kernels."""
     args, small = driver.args, folder.parent / f"{folder.name}-small"
     small.mkdir(parents=True, exist_ok=True)
     (small / "config.json").write_text(json.dumps(config_of(args.model, WARM_LAYERS)))
     compiling = driver.spawn("compile", small, slots=min(args.slots or WARM_SLOTS, WARM_SLOTS), dummy=True)
-    written = write_checkpoint(folder, args.model, args.device, args.write_s)
+    written = write_checkpoint(folder, args.model, args.write_s)
+    (folder / FACTS).write_text(json.dumps(written))
     print(f"checkpoint: {json.dumps(written)}", flush=True)
     driver.result("compile", compiling)
-    if args.device != "cpu":
-        torch.cuda.empty_cache()
+    touch(args.touch_gib)
+
+
+def measure(driver: Driver, folder: Path) -> dict[str, Any]:
+    """The starts of what `write` left."""
+    args, written = driver.args, json.loads((folder / FACTS).read_text())
     banks = bank_folder(args.banks, folder, written["bytes"])
     found: dict[str, Any] = {"checkpoint": written, "banks": str(banks)}
-    for name in ("cached", "cold", "warm"):
+    for name in NAMES if args.cached else NAMES[:2]:
         if name != "warm":
             shutil.rmtree(banks, ignore_errors=True)
         if name != "cached":
             found[f"{name}_dropped"] = drop(folder)
         found[name] = driver.result(name, driver.spawn(name, folder, str(banks), args.slots))
+    shutil.rmtree(banks, ignore_errors=True)
     return found
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    names = [name for name in ("cached", "cold", "warm") if "ready_s" in found.get(name, {})]
+    names = [name for name in NAMES if "ready_s" in found.get(name, {})]
     rows = list(dict.fromkeys(part for name in names for part in found[name]["parts_s"]))
     written = found["checkpoint"]
     lines = [
@@ -316,7 +345,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["all", "one"])
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "write", "starts", "one"])
     parser.add_argument("--model", type=Path, default=Path("benchmarks/geometry/qwen3.6-35b-a3b-fp8"))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/shardwise-warm/model"))
     parser.add_argument("--banks", default="")
@@ -324,6 +353,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int, default=0, help="of each layer; 0: what a card of 24 GiB holds")
     parser.add_argument("--write-s", type=float, default=50.0)
+    parser.add_argument("--touch-gib", type=int, default=0)
+    parser.add_argument("--no-cached", dest="cached", action="store_false")
     parser.add_argument("--limit-s", type=int, default=180)
     parser.add_argument("--dummy", action="store_true")
     args = parser.parse_args()
@@ -334,13 +365,16 @@ def main() -> None:
         return
     driver, folder = Driver(args), args.folder
     try:
-        found = measure(driver, folder)
+        if args.what != "starts":
+            write(driver, folder)
+        if args.what != "write":
+            found = measure(driver, folder)
+            args.out.write_text(json.dumps(found))
+            print("\n".join(table(found)))
     finally:
         driver.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-    args.out.write_text(json.dumps(found))
-    shutil.rmtree(found["banks"], ignore_errors=True)
-    print("\n".join(table(found)))
+        if args.what != "write":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
