@@ -99,37 +99,41 @@ def sequences(tokens: int) -> Sequences:
     )
 
 
-def bench_linears(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
-    """The inputs of GatedDeltaNet, with their convolution; those of attention; an output projection."""
+def bench_linears(form: str, tokens: int, pdl: bool, ranks: int = 1) -> Iterator[Bench]:
+    """The inputs of GatedDeltaNet, with their convolution; those of attention; an output projection.
+
+    ranks: of one of so many, where the norm is part of the sum before.
+    """
+    channels, ba = 8192 // ranks, 64 // ranks
     for name, rows, columns in (
-        ("delta in", (8192, 4096, 64), 2048),
-        ("attn in", (9216,), 2048),
-        ("out", (2048,), 4096),
+        ("delta in", (channels, 4096 // ranks, ba), 2048),
+        ("attn in", (9216 // ranks,), 2048),
+        ("out", (2048,), 4096 // ranks),
     ):
-        forms = [form if n != 64 else "bf16" for n in rows]
+        forms = [form if n != ba else "bf16" for n in rows]
         sample = [make_weight((n, columns), kind, 1, "cuda") for n, kind in zip(rows, forms, strict=True)]
         nbytes = sum(weight.nbytes for weight in sample)
         copies = copies_of(nbytes)
         sets = [sample, *([make_weight((n, columns), kind, i, "cuda") for n, kind in zip(rows, forms, strict=True)]
                           for i in range(2, copies + 1))]  # fmt: skip
-        dtypes = [torch.float32 if n == 64 or name == "out" else None for n in rows]
+        dtypes = [torch.float32 if n == ba or name == "out" else None for n in rows]
         added, residual = random(tokens, columns, dtype=torch.float32), random(tokens, columns, dtype=torch.float32)
         factor, seqs = random(columns, scale=0.1), sequences(tokens)
         taps = None
         if name == "delta in":
-            taps = Conv(random(8192, 4), random(tokens + 1, 8192, 3), seqs)
+            taps = Conv(random(channels, 4), random(tokens + 1, channels, 3), seqs)
         x = random(tokens, columns)
         same = taps and Conv(taps.weight_CW, taps.state_RCW1.clone(), seqs)
 
         def fused(i: int, module: Any = linears, own: Any = taps, name=name, sets=sets, x=x, added=added,
                   residual=residual, factor=factor, dtypes=dtypes):  # fmt: skip
-            if name == "out":
-                return module.linears(x, sets[i], dtypes, **extra(module, pdl))
+            if name == "out" or ranks > 1:
+                return module.linears(x, sets[i], dtypes, own, **extra(module, pdl))
             return module.norm_linears(added, residual, factor, EPS, sets[i], dtypes, own, **extra(module, pdl))[0]
 
         def parts(i: int, name=name, sets=sets, x=x, added=added, residual=residual, factor=factor, dtypes=dtypes,
                   own=taps):  # fmt: skip
-            inner = x if name == "out" else norm.add_rms_norm(added, residual, factor, EPS)[0]
+            inner = x if name == "out" or ranks > 1 else norm.add_rms_norm(added, residual, factor, EPS)[0]
             found = [linear.linear(inner, weight, dtype) for weight, dtype in zip(sets[i], dtypes, strict=True)]
             if own:
                 found[0] = conv.causal_conv(found[0], own.weight_CW, own.state_RCW1, own.seqs)
@@ -141,16 +145,24 @@ def bench_linears(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
         yield Bench(name, fused, parts, exact, nbytes, copies)
 
 
-def bench_route(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
+def bench_route(form: str, tokens: int, pdl: bool, ranks: int = 1) -> Iterator[Bench]:
     router = [make_weight((257, HIDDEN), "bf16", n, "cuda") for n in range(4)]
     added, residual = random(tokens, HIDDEN, dtype=torch.float32), random(tokens, HIDDEN, dtype=torch.float32)
-    factor, arrivals = random(HIDDEN, scale=0.1), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x, factor, arrivals = (
+        random(tokens, HIDDEN),
+        random(HIDDEN, scale=0.1),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
 
     def fused(i: int, module: Any = block):
-        x, total, weights, _, gate = module.norm_route(
+        if ranks > 1:
+            one = linears if module is block else linears_reference
+            logits = one.linears(x, [router[i]], [torch.float32], **extra(one, pdl))[0]
+            return [moe.route(logits[:, :-1], 8)[0], logits[:, -1:]]
+        normed, total, weights, _, gate = module.norm_route(
             added, residual, factor, EPS, [router[i]], 8, arrivals, **extra(module, pdl)
         )
-        return [x, total, weights, gate]
+        return [normed, total, weights, gate]
 
     def parts(i: int):
         x, _ = norm.add_rms_norm(added, residual, factor, EPS)
@@ -159,9 +171,10 @@ def bench_route(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
     yield Bench("route", fused, parts, lambda i: fused(i, block_reference), router[0].nbytes, 4)
 
 
-def bench_moe(form: str, tokens: int, pdl: bool) -> Iterator[Bench]:
-    up, down = make_weight((256, 1024, HIDDEN), form, 1, "cuda"), make_weight((256, HIDDEN, 512), form, 2, "cuda")
-    shared = make_weight((1024, HIDDEN), form, 3, "cuda"), make_weight((HIDDEN, 512), form, 4, "cuda")
+def bench_moe(form: str, tokens: int, pdl: bool, ranks: int = 1) -> Iterator[Bench]:
+    both, inner = 1024 // ranks, 512 // ranks
+    up, down = make_weight((256, both, HIDDEN), form, 1, "cuda"), make_weight((256, HIDDEN, inner), form, 2, "cuda")
+    shared = make_weight((both, HIDDEN), form, 3, "cuda"), make_weight((HIDDEN, inner), form, 4, "cuda")
     x, gate = random(tokens, HIDDEN), random(tokens, 257, dtype=torch.float32)[:, 256:]
     choices = [moe.route(random(tokens, 256, dtype=torch.float32), 8) for _ in range(8)]
     hit = sum(len(ids.unique()) for _, ids in choices) / len(choices)

@@ -1,12 +1,13 @@
 """Measures configurations of kernels on this GPU, and writes the best to src/shardwise/kernels/tuned/NAME.json.
 
     python -m tests.gpu.tune [--formats bf16,fp8_block,nvfp4] [--tokens 1,4,16] [--ops "moe,delta in"] [--seconds 150]
+        [--ranks 2]
 
 First as many processes as there are cores run every candidate once, which compiles it; then one measures them, by
 turns of the parts of an operation: the best of the first is kept while the second is tried. What is not 2 % faster
-than the kernels' own rule is left to the rule. Shapes are of 35B-A3B, on one GPU. Prints a line for each operation:
-microseconds by the rule and by the choice, share of 4.3 TB/s, relative error to the reference. Also writes
-$OUT/tune.json. Ends after the given seconds with what it has.
+than the kernels' own rule is left to the rule. Shapes are of 35B-A3B, on one GPU or on one of so many even ranks.
+Prints a line for each operation: microseconds by the rule and by the choice, share of 4.3 TB/s, relative error to the
+reference. Also writes $OUT/tune.json. Ends after the given seconds with what it has.
 """
 
 import argparse
@@ -49,9 +50,7 @@ MANY: list[Choice] = [  # tokens of a tile; BO, BK, warps, stages of gates and u
     (128, 128, 64, 4, 3, 128, 64, 4, 3), (64, 128, 128, 4, 3, 128, 128, 4, 3), (128, 128, 128, 8, 2, 128, 128, 8, 2),
     (64, 256, 64, 8, 3, 256, 64, 8, 3),
 ]  # fmt: skip
-DELTAS: list[Choice] = [  # tokens of a block; value columns, warps and stages along blocks; warps of a block
-    (32, 64, 4, 2, 2), (32, 64, 4, 2, 1), (64, 128, 8, 2, 2), (32, 128, 8, 2, 2), (32, 64, 4, 3, 2),
-]  # fmt: skip
+SCANS: list[Choice] = [(16, 2), (32, 4), (32, 8), (64, 8)]  # value columns of a program, warps
 SPLIT: list[Choice] = [  # BO, BK, warps, stages, splits of a product by itself
     (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1),    (32, 128, 4, 4, 1),
 ]  # fmt: skip
@@ -69,7 +68,7 @@ class Part:
     def keys(self, tokens: int) -> list[str]:
         shapes = [f"{kind}:{rows}x{columns}" for kind, rows, columns in self.weights]
         names = [shapes] if self.joint else [[shape] for shape in shapes]
-        at = tuning.bucket(1 if self.what == "delta" else tokens)
+        at = tuning.bucket(1 if self.what.startswith("scan") else tokens)
         return [" ".join([self.what, *name, str(at)]) for name in names]
 
 
@@ -85,45 +84,49 @@ def streams(columns: int, form: str, rows: Sequence[int]) -> list[Choice]:
     return [(R, C, warps) for R, C, warps in found if warps == 4 or R * C >= 2048]
 
 
-def parts_of(op: str, form: str, tokens: int) -> list[Part]:
+def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
     """What there is to choose for an operation of bench_ops or of this file."""
-    kind = kind_of(form)
+    kind, both, inner = kind_of(form), 1024 // ranks, 512 // ranks
     shapes = {
-        "delta in": ((kind, 8192, 2048), (kind, 4096, 2048)), "attn in": ((kind, 9216, 2048),),
-        "out": ((kind, 2048, 4096),), "head": (("bf16", 248320, 2048),), "shared up": ((kind, 1024, 2048),),
-        "shared down": ((kind, 2048, 512),), "route": (("bf16", 257, 2048),),
-        "moe": ((kind, 1024, 2048), (kind, 2048, 512)), "delta prefill": (),
+        "delta in": ((kind, 8192 // ranks, 2048), (kind, 4096 // ranks, 2048)),
+        "attn in": ((kind, 9216 // ranks, 2048),), "out": ((kind, 2048, 4096 // ranks),),
+        "head": (("bf16", 248320 // ranks, 2048),), "shared up": ((kind, both, 2048),),
+        "shared down": ((kind, 2048, inner),), "route": (("bf16", 257, 2048),),
+        "moe": ((kind, both, 2048), (kind, 2048, inner)), "delta prefill": (),
     }[op]  # fmt: skip
     if op == "delta prefill":
-        return [Part("delta", (), DELTAS, joint=True)]
+        return [Part("scan 128x128", (), SCANS, joint=True)]
     if op == "moe" and tokens > max(tuning.BUCKETS):
         return [Part("many", shapes[:1], MANY)]
     if op == "moe" and tokens == 1:
         rows_up, rows_down = (1, 2, 4, 8), (1, 2, 4, 8)
         return [
             Part("gate_up", shapes[:1], streams(2048, form, rows_up)),
-            Part("down", shapes[1:], [(R, 512 // (8 if form == "bf16" else 16), w) for R in rows_down for w in (4, 8)]),
+            Part(
+                "down", shapes[1:], [(R, inner // (8 if form == "bf16" else 16), w) for R in rows_down for w in (4, 8)]
+            ),
         ]
     if op == "moe":
         found = [Part("matched" if tokens <= 32 else "grouped", (shape,), BLOCKS) for shape in shapes]
         ways = [(way,) for way in (block.STREAMED, block.MATCHED, block.APART)]
         return [Part("experts", shapes[:1], ways), *found] if tokens <= 16 else found
     if tokens == 1:
-        what = "normed" if op in ("delta in", "attn in", "route") else "stream"
+        what = "normed" if ranks == 1 and op in ("delta in", "attn in", "route") else "stream"
         rows = (1, 2, 4) if op == "route" else (1, 2, 4, 8) if op in ("out", "head") else (4, 8, 16)
         return [Part(what, shapes, streams(shapes[0][2], form, rows))]
     width = 16 if tokens <= 16 else 64
     tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else TILES[1:4])]
-    joint = shapes if op != "delta in" else (*shapes, ("bf16", 64, 2048))
+    joint = shapes if op != "delta in" else (*shapes, ("bf16", 64 // ranks, 2048))
     found = [Part("linears", joint, [*([(linears.STREAMED,)] if tokens <= 4 else []), (2,), *tiles], joint=True)]
     if form != "bf16" and op not in ("route", "head") and tokens >= 16:
         found.insert(0, Part("tiled", shapes, [(BO, width, *rest) for BO, *rest in SPLIT]))
     return found
 
 
-def plain_benches(form: str, tokens: int) -> Iterator[Bench]:
+def plain_benches(form: str, tokens: int, ranks: int) -> Iterator[Bench]:
     """Linears that bench_ops lacks: the head, and the shared expert where it is not part of the experts' kernels."""
-    for name, rows, columns in (("head", 248320, 2048), ("shared up", 1024, 2048), ("shared down", 2048, 512)):
+    shapes = ("head", 248320 // ranks, 2048), ("shared up", 1024 // ranks, 2048), ("shared down", 2048, 512 // ranks)
+    for name, rows, columns in shapes:
         if (name == "head") != (form == "bf16" and name == "head") or (name != "head" and tokens < 64):
             continue
         first = make_weight((rows, columns), form, 1, "cuda")
@@ -157,15 +160,15 @@ def bench_prefill(tokens: int, sequences: int = 4) -> Iterator[Bench]:
     yield Bench("delta prefill", fused, fused, fused, tokens * (8192 + 4096) * 2, 1)
 
 
-def benches(form: str, tokens: int) -> Iterator[Bench]:
-    yield from bench_ops.bench_moe(form, tokens, False)
+def benches(form: str, tokens: int, ranks: int) -> Iterator[Bench]:
+    yield from bench_ops.bench_moe(form, tokens, False, ranks)
     if tokens > max(tuning.BUCKETS):
         yield from bench_prefill(tokens) if form == "bf16" else ()
         return
-    yield from bench_ops.bench_linears(form, tokens, False)
-    yield from plain_benches(form, tokens)
+    yield from bench_ops.bench_linears(form, tokens, ranks > 1, ranks)
+    yield from plain_benches(form, tokens, ranks)
     if form == "bf16":
-        yield from bench_ops.bench_route(form, tokens, False)
+        yield from bench_ops.bench_route(form, tokens, ranks > 1, ranks)
 
 
 def wanted(found: Iterator[Bench], ops: str) -> Iterator[Bench]:
@@ -190,14 +193,14 @@ def empty_weight(shape: Sequence[int], form: str, *_: object) -> Weight:
     return Weight(spec, tuple(shape), held, tensors)
 
 
-def compile_all(jobs: Sequence[tuple[str, int]], ops: str, worker: int, workers: int) -> None:
+def compile_all(jobs: Sequence[tuple[str, int]], ops: str, ranks: int, worker: int, workers: int) -> None:
     """Runs every `workers`-th candidate once, on weights of any bytes. Errors wait for the measurement."""
     bench_ops.make_weight = globals()["make_weight"] = empty_weight
     bench_ops.copies_of = globals()["copies_of"] = lambda _: 1
     count = 0
     for form, tokens in jobs:
-        for bench in wanted(benches(form, tokens), ops):
-            for part in parts_of(bench.name, form, tokens):
+        for bench in wanted(benches(form, tokens, ranks), ops):
+            for part in parts_of(bench.name, form, tokens, ranks):
                 candidates: list[Choice] = [(), *part.candidates]
                 for candidate in candidates:
                     count += 1
@@ -221,14 +224,14 @@ def timed(bench: Bench, overrides: Mapping[str, Choice]) -> float:
             return float("inf")
 
 
-def tune(bench: Bench, form: str, tokens: int, best: dict[str, Choice]) -> dict[str, object]:
+def tune(bench: Bench, form: str, tokens: int, ranks: int, best: dict[str, Choice]) -> dict[str, object]:
     """Adds choices for one operation to `best`; a line of the table."""
     # States of convolutions move on: outputs are compared before anything else runs, by the rule alone.
     with chosen({}):
         error = relative(bench.fused(0), bench.exact(0)) if tokens <= 16 else 0.0
     rule_us = best_us = timed(bench, {})
     found: dict[str, Choice] = {}
-    for part in parts_of(bench.name, form, tokens):
+    for part in parts_of(bench.name, form, tokens, ranks):
         times = {each: timed(bench, found | dict.fromkeys(part.keys(tokens), each)) for each in part.candidates}
         fastest = min(times, key=lambda each: times[each])
         if times[fastest] < best_us * GAIN:
@@ -259,18 +262,18 @@ def write(best: Mapping[str, Choice], lines: Sequence[dict[str, object]]) -> Non
     (folder / "tune.json").write_text(json.dumps(lines, indent=1))
 
 
-def measure(jobs: Sequence[tuple[str, int]], ops: str, stop_s: float) -> dict[str, Choice]:
+def measure(jobs: Sequence[tuple[str, int]], ops: str, ranks: int, stop_s: float) -> dict[str, Choice]:
     """Adds to the choices of the present file."""
     kept = tuning.table(torch.cuda.get_device_name())
     best = {key: tuple(numbers) for key, numbers in kept.items() if key != tuning.SHARED_KIB}
     lines = []
     for form, tokens in jobs:
-        for bench in wanted(benches(form, tokens), ops):
+        for bench in wanted(benches(form, tokens, ranks), ops):
             if time.monotonic() > stop_s:
                 sys.stdout.write("out of time\n")
                 return best
             torch.manual_seed(0)
-            line = tune(bench, form, tokens, best)
+            line = tune(bench, form, tokens, ranks, best)
             lines.append(line)
             write(best, lines)
             wrong = "" if line["error"] < 2e-2 else "  WRONG"  # type: ignore[operator]
@@ -289,16 +292,17 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ops", default="", help="only these, by their names in the table; the file keeps the others")
     parser.add_argument("--seconds", type=float, default=150, help="of all")
+    parser.add_argument("--ranks", type=int, default=1, help="shapes are those of one of so many even ranks")
     parser.add_argument("--compile", default="", help="WORKER/WORKERS: compile that share of the candidates only")
     args = parser.parse_args()
     begin_s = time.monotonic()
     jobs = [(form, tokens) for tokens in map(int, args.tokens.split(",")) for form in args.formats.split(",")]
     if args.compile:
         worker, workers = map(int, args.compile.split("/"))
-        compile_all(jobs, args.ops, worker, workers)
+        compile_all(jobs, args.ops, args.ranks, worker, workers)
         return
     command = [sys.executable, "-m", "tests.gpu.tune", "--formats", args.formats, "--tokens", args.tokens]
-    command += ["--ops", args.ops, "--compile"]
+    command += ["--ops", args.ops, "--ranks", str(args.ranks), "--compile"]
     workers = min(os.cpu_count() or 1, 16)
     started = [subprocess.Popen([*command, f"{n}/{workers}"]) for n in range(workers)]
     for process in started:
@@ -307,7 +311,7 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             process.kill()
     sys.stdout.write(f"compiled in {time.monotonic() - begin_s:.0f} s\n")
-    best = measure(jobs, args.ops, begin_s + args.seconds - 5)
+    best = measure(jobs, args.ops, args.ranks, begin_s + args.seconds - 5)
     sys.stdout.write(f"{len(best)} choices in {time.monotonic() - begin_s:.0f} s\n")
 
 

@@ -34,6 +34,23 @@ def test_nccl_bindings_are_refused_on_a_cpu(ranks):
     assert all("--comm torch" in answer for answer in ranks.run(2, connected, choice="nccl"))
 
 
+def agreed_bytes(rank: int, world: int, group: dist.ProcessGroup) -> int:
+    """Up to which size a communicator wins that is faster to 256 KiB on the first rank and to 64 KiB on the others."""
+    one, other = TorchCommunicator(group, group), TorchCommunicator(group, group)
+
+    def microseconds(comm: TorchCommunicator, x: torch.Tensor) -> float:
+        comm.minimum(0)  # as any measurement, it needs all ranks
+        return float(comm is one and x.nbytes > (262144 if rank == 0 else 65536)) + 0.5 * float(comm is other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "graph_microseconds", microseconds)
+        return connecting.winning_bytes(one, other, CPU)
+
+
+def test_ranks_agree_on_the_sizes_at_which_peers_win(ranks):
+    assert ranks.run(2, agreed_bytes, timeout_s=20) == [65536, 65536]
+
+
 class Wrong(Alone):
     world = 2
 

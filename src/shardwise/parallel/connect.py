@@ -90,7 +90,7 @@ def _peers(
         base, device, lambda: PeerCommunicator(base, device), "p2p", timeout_s, base if choice == "auto" else None
     )
     if isinstance(peers, PeerCommunicator) and choice == "auto":
-        peers.limit_bytes = base.minimum(winning_bytes(peers, base, device))
+        peers.limit_bytes = winning_bytes(peers, base, device)
         logger.info("all-reduces of up to %d bytes read peers' memory, larger ones go over torch", peers.limit_bytes)
         return peers if peers.limit_bytes else base
     return peers
@@ -188,11 +188,14 @@ def prove(comm: Communicator, device: torch.device) -> None:
 
 
 def winning_bytes(one: Communicator, other: Communicator, device: torch.device) -> int:
-    """The largest of SIZES up to which `one` reduces faster than `other`, in graphs on this rank; 0 if at none."""
+    """The largest of SIZES up to which `one` reduces faster than `other` on all ranks, in graphs; 0 if at none.
+
+    After each size the ranks agree, so that none measures alone.
+    """
     best = 0
     for size in SIZES:
         x = torch.ones(size // 4, device=device)
-        if graph_microseconds(one, x) >= graph_microseconds(other, x):
+        if not other.minimum(int(graph_microseconds(one, x) < graph_microseconds(other, x))):
             break
         best = size
     return best
