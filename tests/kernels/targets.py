@@ -31,6 +31,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import shardwise.kernels
 from shardwise.engine.processes import die_with_parent
@@ -104,7 +105,11 @@ def compile_case(case: CompileCase, card: Card, tell: bool = False) -> Compiled:
     label = f"{case.kernel.__name__}({text}; {kinds}) warps={case.num_warps} stages={case.num_stages}"
     alike = (other for other in CARDS if other.target.backend == card.target.backend)
     limit_bytes = case.shared_bytes or min(other.shared_bytes for other in alike)
-    source = ASTSource(case.kernel, dict(case.signature), dict(case.constexprs), attributes(case))
+    if isinstance(case.kernel, GluonJITFunction):
+        places = {(case.kernel.arg_names.index(name),): value for name, value in case.constexprs.items()}
+        source = GluonASTSource(case.kernel, dict(case.signature), places, attributes(case))
+    else:
+        source = ASTSource(case.kernel, dict(case.signature), dict(case.constexprs), attributes(case))
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a failing assembler prints the program
@@ -161,6 +166,8 @@ def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tupl
         if configuration(case) in configurations:
             continue
         given = [card for card in cards if case.shared_bytes in (0, card.shared_bytes)]
+        if isinstance(case.kernel, GluonJITFunction):  # written for instructions of NVIDIA's
+            given = [card for card in given if card.target.backend == "cuda"]
         if first(case) in variants:
             backends = {card.target.backend for card in given} if full else {""}
             alike = [[card for card in given if backend in ("", card.target.backend)] for backend in sorted(backends)]

@@ -17,9 +17,11 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
+from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
+from shardwise.kernels.linears import fragments
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
@@ -88,6 +90,10 @@ def linears(
     if _joinable(weights, conv, tokens):
         if tokens == 1 and pdl:
             return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
+        operands = [operand(weight, target.native_fp8) for weight in weights]
+        split = fragments.split_config(operands, x_TH, target)
+        if split is not None:
+            return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
         found = _choice(x_TH, weights, target)
         if found is not None:
             return _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
@@ -178,6 +184,25 @@ def _tile(
     return outputs
 
 
+def _split(
+    x_TH: torch.Tensor,
+    operands: Sequence[Operand],
+    dtypes: Sequence[torch.dtype],
+    conv: Conv | None,
+    config: fragments.Split,
+    pdl: bool,
+) -> list[torch.Tensor]:
+    """Some tokens, all in one launch, with codes straight from memory."""
+    views = [Operand(*words(of), of.layout) for of in operands]
+    outputs, tensors, convolution = _arguments(x_TH, views, dtypes, conv)
+    constexprs = fragments.split_constants(operands, conv.weight_CW.shape[1] if conv else 0, config)
+    programs = sum(triton.cdiv(of.layout[2], config.BM) for of in operands)
+    fragments.fragment_linears_kernel[(programs, triton.cdiv(x_TH.shape[0], config.BT))](
+        x_TH, x_TH.shape[0], *convolution, *tensors, **constexprs, **launch(pdl), num_warps=config.warps
+    )
+    return outputs
+
+
 def _arguments(
     x_TH: torch.Tensor, operands: Sequence[Operand], dtypes: Sequence[torch.dtype], conv: Conv | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, ...]]:
@@ -257,6 +282,16 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 yield from _measured_cases(cases, 0, name, kib)
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
+    for kind in ("fp8_block", "nvfp4"):
+        for cases, taps in (
+            ((case(8192, 2048, kind, native_fp8), plain), 4),
+            ((case(2048, 4096, kind, native_fp8),), 0),
+        ):
+            operands = [each.of for each in cases]
+            for tokens in (4, 16):
+                config = fragments.split_rule(sum(of.layout[2] for of in operands), tokens)
+                constexprs = fragments.split_constants(operands, taps, config) | {"PDL": False}
+                yield _case(fragments.fragment_linears_kernel, cases, constexprs, (config.warps, 1), 0)
     for kind in ("bf16", "fp8_block", "nvfp4"):
         delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for kib in (64, 99, 227):
@@ -276,4 +311,6 @@ def _case(
         found = cases[n] if n < len(cases) else cases[0]
         types |= {f"{name}{n}": kind for name, kind in found.types.items()}
         types |= {f"out{n}": "*fp32" if n == 2 else "*bf16"}
+        if kernel is fragments.fragment_linears_kernel:
+            types |= {f"value{n}": "*i32"}
     return CompileCase(kernel, signature(kernel, constexprs, types), constexprs, *options, shared_bytes)

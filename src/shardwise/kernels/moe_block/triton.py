@@ -13,13 +13,14 @@ import triton
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, route, silu_mul
-from shardwise.kernels.moe_block import matched
+from shardwise.kernels.moe_block import fragments, matched
 from shardwise.kernels.moe_block.reference import Routed
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
@@ -27,7 +28,8 @@ from shardwise.kernels.overlap import launch
 
 MATCHED_TOKENS = 32  # up to so many, a tile has a column for every token; beyond, pairs are sorted
 CODES_STREAM_TOKENS = 4  # e2m1 is faster in sums of fp32 than in tiles, up to so many in one launch with the shared one
-STREAMED, MATCHED, APART = 0, 1, 2  # ways of a block, as measured choices call them
+FRAGMENT_TOKENS = {1: (2, 160), 3: (3, 512)}  # by kind: from how many on codes go straight to registers, up to how many
+STREAMED, MATCHED, APART, FRAGMENTS = 0, 1, 2, 3  # ways of a block, as measured choices call them
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
 GATED_ADD_BLOCK = 1024
 
@@ -98,15 +100,16 @@ def moe_shared(
     target = target or target_of(x_TH.device)
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
     tokens = x_TH.shape[0]
-    if 0 < tokens <= MATCHED_TOKENS and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
-        way = way_of(operand(gate_up, target.native_fp8), tokens, target.name)
-    else:
-        way = APART
-    if way != APART:
+    way, banks_of = APART, list[Operand]()
+    if tokens and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
         banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
+        way = way_of(banks_of, x_TH.dtype, tokens, target.name)
+    if way != APART:
         unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
         x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
         choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1)
+        if way == FRAGMENTS:
+            return fragments.moe(x_TH, *banks_of, *choice, gate_up.shape[0], target.name, pdl)
         if way == STREAMED:
             return _stream(x_TH, *banks_of, *choice, target.name, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
@@ -125,12 +128,18 @@ def moe_shared(
     return routed_TH
 
 
-def way_of(bank: Operand, tokens: int, gpu: str = "") -> int:
-    """How 1 to MATCHED_TOKENS tokens go through the experts of `bank`: as measured on `gpu`, or by rule."""
-    found = tuning.choice(gpu, "experts", [bank.layout], min(tokens, 16)) if tokens > 1 else None
-    if found:
+def way_of(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: str = "") -> int:
+    """How `tokens` go through banks (gate and up, down, and those of the shared expert): as measured, or by rule."""
+    kind = banks_of[0].kind
+    found = tuning.choice(gpu, "experts", [banks_of[0].layout], tokens) if tokens > 1 else None
+    few, most = FRAGMENT_TOKENS.get(kind, (1, 0))
+    if found and (found[0] != FRAGMENTS or all(fits(of, x_dtype) for of in banks_of)):
         return found[0]
-    if bank.kind >= 2:
+    if few <= tokens <= most and all(fits(of, x_dtype) for of in banks_of):
+        return FRAGMENTS
+    if tokens > MATCHED_TOKENS:
+        return APART
+    if kind >= 2:
         return STREAMED if tokens <= CODES_STREAM_TOKENS else APART
     return STREAMED if tokens == 1 else MATCHED
 
@@ -212,5 +221,6 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 signed = signature(down_kernel, constexprs, types | down.types | own)
                 yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
+    yield from fragments.compile_cases(native_fp8)
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)

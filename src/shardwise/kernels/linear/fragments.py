@@ -1,0 +1,374 @@
+"""Weights of any format straight from memory into the registers of matrix instructions, on NVIDIA GPUs.
+
+What bounds a few tokens is reading weights, and what costs beside it is to make bf16 of their codes. Here every thread
+reads the words whose values it will multiply: nothing passes through shared memory, no thread waits for another, and
+two codes are moved into place at a time. The order of `in` within a word is that of the moves; the input is read to
+match. Triton's own language cannot say which thread holds what, its dialect Gluon can; other devices have tiles.py.
+
+A word is 32 bits: 2 values in bf16, 4 codes of e4m3, 8 of e2m1. Instructions are m16n8k16: 16 rows, 8 tokens.
+Legend: M rows, T tokens, K values of `in` of a step, N words of it, G groups of values under one scale.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.runtime.jit import constexpr_function
+
+from shardwise.kernels.linear.tiles import (
+    COARSE,
+    COARSE_ROWS,
+    COLUMNS,
+    FINE,
+    FINE_CODE,
+    FINE_COLUMNS,
+    FINE_O,
+    FINE_ROWS,
+    FP4_WORDS,
+    FP8,
+    INVERSE,
+    KIND,
+    PLAIN,
+    ROWS,
+    Operand,
+)
+from shardwise.kernels.overlap import after_previous
+
+VALUES = {0: 2, 1: 4, 3: 8}  # of a word, by kind
+ROW_TILE = 16  # of an instruction
+
+
+class Fragments(NamedTuple):
+    """A configuration: rows (of each of two products, if there are two) and values of `in` of a step, consecutive words
+    that a thread reads, warps, and into how many parts these part `in`; those of one part share the rows."""
+
+    BM: int
+    BK: int
+    RUN: int
+    warps: int
+    splits: int = 1
+
+
+# Two codes at a time to the places of sign, exponent and fraction of bf16; what the exponents' biases differ by goes
+# into a factor. Products shift to the left, since the unit of logic has enough to do; -0.0 is added since sm_80 has fma
+# of bf16, but no product.
+E2M1 = gl.constexpr("""{
+.reg .b32 a, b, c, d, s, t, u, z;
+mov.b32 z, 0x80008000;
+shr.u32 a, $4, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, a, $4, 0x80008000, 0xF8; fma.rn.bf16x2 $3, a, $5, z;
+shr.u32 b, $4, 2; mul.lo.u32 s, $4, 16;
+and.b32 b, b, 0x01C001C0; lop3.b32 b, b, s, 0x80008000, 0xF8; fma.rn.bf16x2 $2, b, $5, z;
+mul.lo.u32 c, $4, 4; mul.lo.u32 t, $4, 256;
+and.b32 c, c, 0x01C001C0; lop3.b32 c, c, t, 0x80008000, 0xF8; fma.rn.bf16x2 $1, c, $5, z;
+mul.lo.u32 d, $4, 64; mul.lo.u32 u, $4, 4096;
+and.b32 d, d, 0x01C001C0; lop3.b32 d, d, u, 0x80008000, 0xF8; fma.rn.bf16x2 $0, d, $5, z;
+}""")
+E4M3 = gl.constexpr("""{
+.reg .b32 a, b, s, f, z;
+mov.b32 z, 0x80008000; mov.b32 f, 0x7B807B80;
+shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; lop3.b32 a, a, $2, 0x80008000, 0xF8; fma.rn.bf16x2 $1, a, f, z;
+mul.lo.u32 b, $2, 16; mul.lo.u32 s, $2, 256;
+and.b32 b, b, 0x07F007F0; lop3.b32 b, b, s, 0x80008000, 0xF8; fma.rn.bf16x2 $0, b, f, z;
+}""")
+# A positive e4m3 scale in both halves of a word, times 2 ** 119.
+E4M3_SCALE = gl.constexpr("""{
+.reg .b32 a, f, g, z;
+mov.b32 z, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 g, 0x7B007B00;
+mul.lo.u32 a, $1, 0x00100010; fma.rn.bf16x2 a, a, f, z; fma.rn.bf16x2 $0, a, g, z;
+}""")
+TIMES = gl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
+
+
+@constexpr_function
+def product_layout(WARPS, SPLITS):
+    """Of sums [S, M, T]: each split of `in` has warps of its own."""
+    return gl.NVMMADistributedLayout([2, 0], [SPLITS, WARPS // SPLITS, 1], [1, 16, 8])
+
+
+@constexpr_function
+def sum_layout(WARPS, SPLITS):
+    """Of sums [M, T] over all splits."""
+    return gl.SliceLayout(0, product_layout(WARPS, SPLITS))
+
+
+@constexpr_function
+def tokens_layout(WARPS, SPLITS, K_WIDTH):
+    """Of the tokens of an input; K_WIDTH: consecutive values of `in` that a thread has."""
+    return gl.SliceLayout(0, gl.SliceLayout(0, gl.DotOperandLayout(1, product_layout(WARPS, SPLITS), K_WIDTH)))
+
+
+@constexpr_function
+def word_layout(BM, WORDS, RUN, UNDER, WARPS, SPLITS):
+    """Of words [S, M, N]; with UNDER words under one scale, of [S, M, G, UNDER]."""
+
+    def place(s, m, n):
+        return [s, m, n // UNDER, n % UNDER] if UNDER else [s, m, n]
+
+    def powers(first, stop):
+        return [first << shift for shift in range((stop // first).bit_length() - 1)] if stop > first else []
+
+    rows = 16 * (WARPS // SPLITS)
+    registers = [place(0, 0, n) for n in powers(1, RUN)] + [place(0, 8, 0), place(0, 0, 4 * RUN)]
+    registers += [place(0, 0, n) for n in powers(8 * RUN, WORDS)] + [place(0, m, 0) for m in powers(rows, BM)]
+    lanes = [place(0, 0, RUN), place(0, 0, 2 * RUN), place(0, 1, 0), place(0, 2, 0), place(0, 4, 0)]
+    warps = [place(0, m, 0) for m in powers(16, rows)] + [place(s, 0, 0) for s in powers(1, SPLITS)]
+    shape = [SPLITS, BM, WORDS // UNDER, UNDER] if UNDER else [SPLITS, BM, WORDS]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@constexpr_function
+def scale_layout(wide):
+    """Of scales [S, M, G] over words [S, M, G, UNDER], each held once."""
+
+    def cut(bases):
+        return [basis[:3] for basis in bases]
+
+    registers = [basis for basis in cut(wide.reg_bases) if any(basis)]
+    return gl.DistributedLinearLayout(registers, cut(wide.lane_bases), cut(wide.warp_bases), [], wide.shape[:3])
+
+
+@constexpr_function
+def values_of(W):
+    """Values of a word."""
+    return 8 if W[KIND] == FP4_WORDS else 4 if W[KIND] == FP8 else 2
+
+
+@constexpr_function
+def words_scaled(W, BK):
+    """Words under one scale where scales vary within a step; 0 where they do not."""
+    return W[FINE] // values_of(W) if W[FINE] and W[FINE] % BK else 0
+
+
+@gluon.jit
+def _halves(word):
+    low = (word & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, (word >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True))
+
+
+@gluon.jit
+def _moved(word, scale, KIND_: gl.constexpr, SCALED: gl.constexpr):
+    """Words to the values of their halves, in the order of the moves: [.., N] -> [.., N, 2 or 4 or 8]."""
+    if KIND_ == FP4_WORDS:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            E2M1, "=&r,=&r,=&r,=&r,r,r", [word, scale], dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        even, odd = gl.join(_halves(p0), _halves(p2)), gl.join(_halves(p1), _halves(p3))
+        found = gl.join(even, odd)  # [.., half, p / 2, p % 2]
+    elif KIND_ == FP8:
+        p0, p1 = gl.inline_asm_elementwise(
+            E4M3, "=&r,=&r,r", [word], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
+        )
+        if SCALED:
+            p0 = gl.inline_asm_elementwise(TIMES, "=r,r,r", [p0, scale], dtype=gl.uint32, is_pure=True, pack=1)
+            p1 = gl.inline_asm_elementwise(TIMES, "=r,r,r", [p1, scale], dtype=gl.uint32, is_pure=True, pack=1)
+        found = gl.join(_halves(p0), _halves(p1))  # [.., half, p]
+    else:
+        found = _halves(word)
+    return found
+
+
+@gluon.jit
+def _scale_words(raw, W: gl.constexpr):
+    """Scales as stored -> bf16 in both halves of a word."""
+    if W[FINE_CODE]:
+        word = gl.inline_asm_elementwise(E4M3_SCALE, "=r,r", [raw.to(gl.uint32)], dtype=gl.uint32, is_pure=True, pack=1)
+    else:
+        scale = raw.to(gl.float32)
+        if W[INVERSE] % 2 == 1:
+            scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
+        half = scale.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
+        word = half | (half << 16)
+    return word
+
+
+@gluon.jit
+def _weights(
+    word_SMN, raw_SMG, W: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Words of a step, and their scales, as the left operand [S, M, K] in bf16."""
+    VALUES: gl.constexpr = values_of(W)
+    UNDER: gl.constexpr = words_scaled(W, BK)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(WARPS, SPLITS), RUN * VALUES)
+    if UNDER:
+        WIDE: gl.constexpr = word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS)
+        scale = gl.convert_layout(_scale_words(raw_SMG, W), gl.SliceLayout(3, WIDE), assert_trivial=True)
+        word = gl.reshape(word_SMN, (SPLITS, BM, BK // VALUES // UNDER, UNDER))
+        word = gl.convert_layout(word, WIDE, assert_trivial=True)
+        scale, word = gl.broadcast(gl.expand_dims(scale, 3), word)
+        v = _moved(word, scale, W[KIND], True)
+        if VALUES == 8:
+            v = gl.permute(v, (0, 1, 2, 3, 5, 6, 4))
+        elif VALUES == 4:
+            v = gl.permute(v, (0, 1, 2, 3, 5, 4))
+    else:
+        v = _moved(word_SMN, word_SMN, W[KIND], False)
+        if VALUES == 4:
+            v = gl.permute(v, (0, 1, 2, 4, 3))
+    return gl.convert_layout(gl.reshape(v, (SPLITS, BM, BK)), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _along(v, AXIS: gl.constexpr):
+    """[N] as one axis of three."""
+    if AXIS == 0:
+        v = gl.expand_dims(gl.expand_dims(v, 1), 2)
+    elif AXIS == 1:
+        v = gl.expand_dims(gl.expand_dims(v, 0), 2)
+    else:
+        v = gl.expand_dims(gl.expand_dims(v, 0), 0)
+    return v
+
+
+@gluon.jit
+def _range(SIZE: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
+    """0, 1 .. SIZE along one axis of three of LAYOUT."""
+    if AXIS == 0:
+        v = gl.arange(0, SIZE, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    elif AXIS == 1:
+        v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    else:
+        v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    return _along(v, AXIS)
+
+
+@gluon.jit
+def _loaded(pointer, at, columns, k0, ok, LIMIT: gl.constexpr, WHOLE: gl.constexpr, ok_k0):
+    """What lies at `at` + k0, 0 where columns + k0 is past LIMIT or not ok. WHOLE: all are in place if ok_k0, and else
+    nobody asks what they are."""
+    if WHOLE:
+        found = gl.load(pointer + (at + k0), mask=columns * 0 + at * 0 < ok_k0.to(gl.int32))
+    else:
+        found = gl.load(pointer + (at + k0), mask=(columns + k0 < LIMIT) & ok & ok_k0, other=0)
+    return found
+
+
+@gluon.jit
+def fragment_products(
+    x, x_at_T, ok_T, value, fine, expert, o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """weight[expert, o0 : o0 + BM] @ x.T -> [M, T] fp32, without coarse scales; and the same of rows SECOND further on.
+
+    x_at_T, ok_T: of each token (in tokens_layout), the offset of its row, and whether there is one. Rows from LIMIT on
+    give 0. SECOND: 0 for one product; the second is then nothing. value: as words of int32. SPLITS: parts of `in` that
+    go side by side. PDL: the first weights are read before the kernel before this one is waited for.
+    """
+    VALUES: gl.constexpr = values_of(W)
+    UNDER: gl.constexpr = words_scaled(W, BK)
+    K: gl.constexpr = W[COLUMNS]
+    WORDS: gl.constexpr = K // VALUES
+    PART: gl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK  # values of a split
+    EVEN: gl.constexpr = K % (BK * SPLITS) == 0
+    WHOLE: gl.constexpr = EVEN and LIMIT % BM == 0
+    GRAIN: gl.constexpr = W[FINE] if W[FINE] else K
+    PRODUCT: gl.constexpr = product_layout(WARPS, SPLITS)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
+    LAID: gl.constexpr = word_layout(BM, BK // VALUES, RUN, 0, WARPS, SPLITS)
+    value += expert.to(gl.int64) * (W[ROWS] * WORDS)
+    fine += expert.to(gl.int64) * (W[FINE_ROWS] * W[FINE_COLUMNS])
+    o_M, n_N = o0 + _range(BM, 1, LAID), _range(SPLITS, 0, LAID) * (PART // VALUES) + _range(BK // VALUES, 2, LAID)
+    at, ok = o_M * WORDS + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
+    SCALED: gl.constexpr = scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS)) if UNDER else PRODUCT
+    so_M, g_G = o0 + _range(BM, 1, SCALED), _range(SPLITS, 0, SCALED) * (PART // GRAIN)
+    if UNDER:
+        g_G += _range(BK // GRAIN, 2, SCALED)
+    s_ok = so_M < LIMIT if LIMIT % BM else so_M * 0 == 0
+    s_at = g_G + (so_M // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
+    s2_at = g_G + ((so_M + SECOND) // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
+    k_K, x_ok = _range(SPLITS, 0, RIGHT) * PART + _range(BK, 1, RIGHT), _along(ok_T, 2)
+    x_at = _along(x_at_T, 2) + k_K
+    here = o0 >= 0
+    next_w = _loaded(value, at, n_N, 0, ok, WORDS, WHOLE, here)
+    next2_w = _loaded(value, at + SECOND * WORDS, n_N, 0, ok, WORDS, WHOLE, here) if SECOND else next_w
+    next_s = _loaded(fine, s_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] else 0
+    next2_s = _loaded(fine, s2_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] and SECOND else next_s
+    after_previous(PDL)
+    acc = gl.zeros((SPLITS, BM, BT), gl.float32, layout=PRODUCT)
+    acc2 = acc
+    for k0 in range(0, PART, BK):
+        if EVEN:  # what is read for no token stays in its column
+            x_SKT = gl.load(x + (x_at + k0), mask=x_ok)
+        else:
+            x_SKT = gl.load(x + (x_at + k0), mask=x_ok & (k_K + k0 < K), other=0)
+        if VALUES > 2:  # in the order of the weights
+            x_SKT = gl.reshape(x_SKT, (SPLITS, BK // VALUES, 2, VALUES // 2, BT))
+            x_SKT = gl.reshape(gl.permute(x_SKT, (0, 1, 3, 2, 4)), (SPLITS, BK, BT))
+        x_SKT = gl.convert_layout(x_SKT, RIGHT, assert_trivial=True)
+        w, w2, s, s2 = next_w, next2_w, next_s, next2_s
+        n1, g1, more = (k0 + BK) // VALUES, (k0 + BK) // GRAIN, k0 + BK < PART
+        next_w = _loaded(value, at, n_N, n1, ok, WORDS, WHOLE, more)
+        if SECOND:
+            next2_w = _loaded(value, at + SECOND * WORDS, n_N, n1, ok, WORDS, WHOLE, more)
+        if W[FINE]:
+            next_s = _loaded(fine, s_at, g_G, g1, s_ok, W[FINE_COLUMNS], WHOLE, more)
+            if SECOND:
+                next2_s = _loaded(fine, s2_at, g_G, g1, s_ok, W[FINE_COLUMNS], WHOLE, more)
+        acc = _step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
+        if SECOND:
+            acc2 = _step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
+    products, others = gl.sum(acc, 0), gl.sum(acc2, 0) if SECOND else 0
+    if W[KIND] == FP4_WORDS:
+        products, others = products * 128.0, others * 128.0
+    return products, others
+
+
+@gluon.jit
+def _step(
+    acc, word_SMN, raw, x_SKT, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """acc and the product of a step. Where a step of a row has one scale, it goes to the product."""
+    w_SMK = _weights(word_SMN, raw, W, BM, BK, RUN, WARPS, SPLITS)
+    if W[FINE] > 0 and words_scaled(W, BK) == 0:
+        scale = raw.to(gl.float32)
+        if W[INVERSE] % 2 == 1:
+            scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
+        zeros = gl.zeros((SPLITS, BM, BT), gl.float32, layout=product_layout(WARPS, SPLITS))
+        acc += mma_v2(w_SMK, x_SKT, zeros) * scale
+    else:
+        acc = mma_v2(w_SMK, x_SKT, acc)
+    return acc
+
+
+@gluon.jit
+def fragment_coarse(coarse, expert, o_M, ok_M, W: gl.constexpr):
+    """The coarse scale of rows o of an expert, in fp32; 1 for formats without one."""
+    if W[COARSE] < 0:
+        scale = gl.where(ok_M, 1.0, 0.0)
+    else:
+        row_M = expert.to(gl.int64) * W[COARSE_ROWS] + (o_M // W[COARSE] if W[COARSE] else o_M * 0)
+        scale = gl.load(coarse + row_M, mask=ok_M, other=1).to(gl.float32)
+        if W[INVERSE] >= 2:
+            scale = 1.0 / scale
+    return scale
+
+
+def fits(of: Operand, x_dtype: torch.dtype) -> bool:
+    """Whether kernels of this module do `of` with such an input, on this device."""
+    kind, columns, fine = of.kind, of.layout[COLUMNS.value], of.layout[FINE.value]
+    values = VALUES.get(kind, 0)
+    if x_dtype != torch.bfloat16 or not values or columns % (4 * values) or not available(of.value.device):
+        return False
+    if kind == PLAIN.value:
+        return of.value.dtype == torch.bfloat16 and not fine
+    if kind == FP4_WORDS.value:
+        return fine > 0 and of.layout[FINE_CODE.value] == 1 and of.layout[INVERSE.value] % 2 == 0
+    return fine % values == 0 and not of.layout[FINE_CODE.value]
+
+
+def available(device: torch.device) -> bool:
+    """Whether the device has these instructions: NVIDIA's from Ampere on."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def words(of: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors of `of`, with values as words."""
+    value, fine, coarse = of.tensors()
+    return value.view(torch.int32), fine, coarse

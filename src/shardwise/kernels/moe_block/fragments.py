@@ -1,0 +1,324 @@
+"""Experts for some tokens by matrix instructions whose weights come straight from memory: see linear/fragments.py.
+
+Pairs of token and expert are sorted by expert; a tile is up to BT pairs of one expert, which read its weights once. The
+shared expert, of all tokens, goes through the same launches.
+Legend: T tokens, H hidden, E experts, I intermediate, k experts a token, M = T * k pairs, P tiles at most.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from shardwise.kernels import tuning
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.fragments import (
+    VALUES,
+    Fragments,
+    fragment_coarse,
+    fragment_products,
+    sum_layout,
+    tokens_layout,
+    values_of,
+    words,
+)
+from shardwise.kernels.linear.geometry import banks
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand
+from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.moe_block.matched import COMBINE_BLOCK, matched_combine_kernel
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
+
+MATCHED_TOKENS = 8  # up to so many, a tile has a column for every token, and pairs need no sort
+RANKED_ROWS, RANKED_STEP = 32, 1024  # pairs of a program, and what they are compared with at a time
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def rank_tiles_kernel(
+    ids, order, tiles, pairs, experts, most, BE: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A stable sort of pairs by expert: order[position] = pair; and tiles[0:3, p] = a tile's expert (-1: there is
+    none), its first position, and the last one's successor."""
+    let_next_come(PDL)
+    after_previous(PDL)
+    e_E, item_M = tl.arange(0, BE), tl.program_id(0) * BM + tl.arange(0, BM)
+    ok_M = item_M < pairs
+    key_M = tl.load(ids + item_M, mask=ok_M, other=0).to(tl.int32)
+    count_E, before_M, rank_M = tl.zeros((BE,), tl.int32), tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
+    for first in range(0, pairs, BN):
+        other_N = first + tl.arange(0, BN)
+        ok_N = other_N < pairs
+        key_N = tl.load(ids + other_N, mask=ok_N, other=0).to(tl.int32)
+        count_E += tl.histogram(key_N, BE, mask=ok_N)
+        before_M += tl.sum(((key_N[None, :] < key_M[:, None]) & ok_N[None, :]).to(tl.int32), 1)
+        same_MN = (key_N[None, :] == key_M[:, None]) & (other_N[None, :] < item_M[:, None])
+        rank_M += tl.sum((same_MN & ok_N[None, :]).to(tl.int32), 1)
+    tl.store(order + before_M + rank_M, item_M, mask=ok_M)
+    tiles_E = (count_E + BT - 1) // BT
+    total = tl.sum(tiles_E, 0)
+    below_ME = e_E[None, :] < key_M[:, None]
+    tile_M = tl.sum(tl.where(below_ME, tiles_E[None, :], 0), 1) + rank_M // BT
+    own_M = tl.sum(tl.where(e_E[None, :] == key_M[:, None], count_E[None, :], 0), 1)
+    leads_M = ok_M & (rank_M % BT == 0)
+    start_M = before_M + rank_M
+    tl.store(tiles + tile_M, key_M, mask=leads_M)
+    tl.store(tiles + most + tile_M, start_M, mask=leads_M)
+    tl.store(tiles + 2 * most + tile_M, tl.minimum(start_M + BT, before_M + own_M), mask=leads_M)
+    for first in range(tl.program_id(0) * BM, most, tl.num_programs(0) * BM):
+        tile_M = first + tl.arange(0, BM)
+        tl.store(tiles + tile_M, tl.full((BM,), -1, tl.int32), mask=(tile_M >= total) & (tile_M < most))
+
+
+@gluon.jit
+def _matches(ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr):
+    """Each token's pair with an expert (-1: none), and whether `pair` is the first of them."""
+    LAID: gl.constexpr = gl.BlockedLayout([1, KP], [32, 1], [WARPS, 1], [1, 0])
+    t_T = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, LAID)), 1)
+    k_K = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, LAID)), 0)
+    pair_TK, ok_TK = t_T * TOP_K + k_K, (t_T < tokens) & (k_K < TOP_K)
+    alike_TK = ok_TK & (gl.load(ids + pair_TK, mask=ok_TK, other=-1) == expert)
+    first = gl.min(gl.min(gl.where(alike_TK, pair_TK, tokens * TOP_K), 1), 0)
+    return gl.max(gl.where(alike_TK, pair_TK, -1), 1), first == pair
+
+
+@gluon.jit
+def _rows(
+    ids, order, tiles, program, most, tokens, MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr,
+    BT: gl.constexpr, LAYOUT: gl.constexpr, SUM: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Of a program: the expert (-1: nothing to do), and for each token of its tile: the row of x, of act and of y, and
+    whether there is one, the first two in LAYOUT, and all but the first in that of sums. With MATCHED the tile has a
+    column for every token."""
+    if MATCHED:
+        expert = gl.load(ids + program)
+        pair_T, mine = _matches(ids, program, expert, tokens, TOP_K, KP, BT, WARPS)
+        expert = gl.where(mine, expert, -1)
+        t_T, act_T, s_T = (
+            gl.arange(0, BT, layout=LAYOUT), gl.convert_layout(pair_T, LAYOUT), gl.convert_layout(pair_T, SUM)
+        )  # fmt: skip
+        found = expert, t_T, act_T, act_T >= 0, s_T, s_T, s_T >= 0
+    else:
+        expert, first = gl.load(tiles + program), gl.load(tiles + most + program)
+        stop = gl.where(expert >= 0, gl.load(tiles + 2 * most + program), first)
+        at_T, s_T = first + gl.arange(0, BT, layout=LAYOUT), first + gl.arange(0, BT, layout=SUM)
+        x_T = gl.load(order + at_T, mask=at_T < stop, other=0) // TOP_K
+        y_T = gl.load(order + s_T, mask=s_T < stop, other=0)
+        found = expert, x_T, at_T, at_T < stop, s_T, y_T, s_T < stop
+    return found
+
+
+@gluon.jit
+def _gated_tile(
+    x, act, value, fine, coarse, expert, tile, x_row_T, ok_T, act_row_T, act_ok_T, W: gl.constexpr, BI: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """act = silu(gate) * up, BI columns of one expert."""
+    I: gl.constexpr = W[ROWS] // 2  # noqa: E741
+    i0 = tile * BI
+    gate, up = fragment_products(
+        x, x_row_T * W[COLUMNS], ok_T, value, fine, expert, i0, I, I, W, BI, BT, BK, RUN, WARPS, SPLITS, PDL
+    )
+    i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+    ok_M = i_M < I
+    gate = gate * gl.expand_dims(fragment_coarse(coarse, expert, i_M, ok_M, W), 1)
+    up = up * gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, ok_M, W), 1)
+    mixed = gate / (1.0 + gl.exp(-gate)) * up
+    at = gl.expand_dims(act_row_T * I, 0) + gl.expand_dims(i_M, 1)
+    gl.store(act + at, mixed.to(act.dtype.element_ty), mask=gl.expand_dims(act_ok_T, 0) & gl.expand_dims(ok_M, 1))
+
+
+@gluon.jit(do_not_specialize=["tokens", "most"])
+def fragment_gate_up_kernel(
+    x, act, shared_act, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
+    MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, BI: gl.constexpr,
+    BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BIS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Programs of the shared expert, then those of every tile."""
+    let_next_come(PDL)
+    SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS - 1) // BIS
+    TILES: gl.constexpr = (W[ROWS] // 2 + BI - 1) // BI
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
+    shared = SHARED * ((tokens + BT - 1) // BT)
+    program = gl.program_id(0)
+    if program < shared:
+        first = program // SHARED * BT
+        t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
+        s_T = first + gl.arange(0, BT, layout=SUM)
+        _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED, t_T,
+                    t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS, SPLITS, PDL)  # fmt: skip
+    else:
+        after_previous(PDL)
+        expert, x_T, _, ok_T, act_T, _, act_ok_T = _rows(
+            ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
+            tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
+        )  # fmt: skip
+        if expert >= 0:
+            _gated_tile(x, act, value, fine, coarse, expert, (program - shared) % TILES, x_T, ok_T, act_T, act_ok_T, W,
+                        BI, BT, BK, RUN, WARPS, SPLITS, False)  # fmt: skip
+
+
+@gluon.jit
+def _down_tile(
+    act, y, value, fine, coarse, expert, tile, act_row_T, ok_T, y_row_T, y_ok_T, W: gl.constexpr, BO: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """y = down(act), BO columns of one expert."""
+    o0 = tile * BO
+    sums, _ = fragment_products(
+        act, act_row_T * W[COLUMNS], ok_T, value, fine, expert, o0, W[ROWS], 0, W, BO, BT, BK, RUN, WARPS, SPLITS, PDL
+    )
+    o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+    sums = sums * gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
+    at = gl.expand_dims(y_row_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
+    gl.store(y + at, sums, mask=gl.expand_dims(y_ok_T, 0) & gl.expand_dims(o_M < W[ROWS], 1))
+
+
+@gluon.jit(do_not_specialize=["tokens", "most"])
+def fragment_down_kernel(
+    act, shared_act, y, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
+    MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, BO: gl.constexpr,
+    BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BOS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As above: y[pair] of routed experts, and y[pairs + token] of the shared one."""
+    let_next_come(PDL)
+    SHARED: gl.constexpr = (WS[ROWS] + BOS - 1) // BOS
+    TILES: gl.constexpr = (W[ROWS] + BO - 1) // BO
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
+    shared = SHARED * ((tokens + BT - 1) // BT)
+    program = gl.program_id(0)
+    if program < shared:
+        first = program // SHARED * BT
+        t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
+        s_T = first + gl.arange(0, BT, layout=SUM)
+        _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED, t_T,
+                   t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS, RUNS, WARPS, SPLITS,
+                   PDL)  # fmt: skip
+    else:
+        after_previous(PDL)
+        expert, _, act_T, ok_T, _, y_T, y_ok_T = _rows(
+            ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
+            tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
+        )  # fmt: skip
+        if expert >= 0:
+            _down_tile(act, y, value, fine, coarse, expert, (program - shared) % TILES, act_T, ok_T, y_T, y_ok_T, W, BO,
+                       BT, BK, RUN, WARPS, SPLITS, False)  # fmt: skip
+
+
+def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
+    """Rows and steps so that each thread has some 32 to 64 bytes under way; few tokens, which make few programs, part
+    `in`."""
+    found = tuning.choice(gpu, "fragments", [of.layout], tokens)
+    if found:
+        return Fragments(*found)
+    values = VALUES[of.kind]
+    step = 8 * 4 * values
+    if not up:
+        return Fragments(128 if values == 4 else 64, step, 4, 4)
+    if values == 4:
+        return Fragments(16, step, 4, 4, 4) if tokens <= 64 else Fragments(16, step, 4, 2, 2)
+    return Fragments(16, step, 4, 2, 2) if tokens <= MATCHED_TOKENS else Fragments(32, step, 4, 2)
+
+
+def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
+    """BT: twice what an expert has on average, in eights."""
+    return min(32, max(8, power_of_two(-(-2 * tokens * top_k // experts))))
+
+
+def _constants(
+    of: Operand, shared: Operand, top_k: int, BT: int, config: Fragments, rows: str, matched: bool
+) -> dict[str, Any]:
+    """What a kernel is compiled for. rows: "BI" or "BO"."""
+    return {
+        "MATCHED": matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout, rows: config.BM,
+        "BK": config.BK, "RUN": config.RUN, "WS": shared.layout, f"{rows}S": config.BM,
+        "BKS": 8 * 4 * VALUES[shared.kind], "RUNS": 4, "WARPS": config.warps, "SPLITS": config.splits,
+    }  # fmt: skip
+
+
+def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert."""
+    pairs = ids_Tk.numel()
+    most = min(pairs, experts + pairs // BT)
+    order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
+    tiles_3P = torch.empty((3, most), dtype=torch.int32, device=ids_Tk.device)
+    rank_tiles_kernel[(triton.cdiv(pairs, RANKED_ROWS),)](
+        ids_Tk, order_M, tiles_3P, pairs, experts, most, power_of_two(experts), BT, RANKED_ROWS,
+        min(RANKED_STEP, max(32, power_of_two(pairs))),
+        num_warps=4, **launch(pdl),
+    )  # fmt: skip
+    return order_M, tiles_3P
+
+
+def moe(
+    x_TH: torch.Tensor,
+    up: Operand,
+    down: Operand,
+    shared_up: Operand,
+    shared_down: Operand,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_T1: torch.Tensor,
+    experts: int,
+    gpu: str,
+    pdl: bool,
+    configs: tuple[int, Fragments, Fragments] | None = None,
+) -> torch.Tensor:
+    """Four launches: the sort, gates and ups of all experts, their outputs, the weighted sum -> [T, H] fp32.
+
+    x, ids and weights are contiguous, x in bf16; configs: BT, of gates and ups, and of down, for tuning.
+    """
+    (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
+    BT, up_config, down_config = configs or (
+        tokens_tile(tokens, top_k, experts), config_of(up, True, tokens, gpu), config_of(down, False, tokens, gpu)
+    )  # fmt: skip
+    matched, most, columns = tokens <= min(BT, MATCHED_TOKENS), tokens * top_k, triton.cdiv(tokens, BT)
+    order_M, tiles_3P = ids_Tk, ids_Tk
+    if not matched:
+        order_M, tiles_3P = rank_tiles(ids_Tk, experts, BT, pdl)
+        most = tiles_3P.shape[1]
+    act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
+    shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
+    y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
+    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
+    constexprs = _constants(up, shared_up, top_k, BT, up_config, "BI", matched)
+    programs = columns * triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"])
+    programs += most * triton.cdiv(up.layout[2] // 2, up_config.BM)
+    fragment_gate_up_kernel[(programs,)](
+        x_TH, act_MI, shared_act_TI, ids_Tk, order_M, tiles_3P, *words(up), *words(shared_up), tokens, most,
+        **constexprs, num_warps=up_config.warps, **launch(pdl),
+    )  # fmt: skip
+    constexprs = _constants(down, shared_down, top_k, BT, down_config, "BO", matched)
+    programs = columns * triton.cdiv(hidden, constexprs["BOS"]) + most * triton.cdiv(hidden, down_config.BM)
+    fragment_down_kernel[(programs,)](
+        act_MI, shared_act_TI, y_MH, ids_Tk, order_M, tiles_3P, *words(down), *words(shared_down), tokens, most,
+        **constexprs, num_warps=down_config.warps, **launch(pdl),
+    )  # fmt: skip
+    matched_combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
+        y_MH, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH, tokens, hidden, top_k, power_of_two(top_k),
+        COMBINE_BLOCK, num_warps=4, **launch(pdl),
+    )  # fmt: skip
+    return out_TH
+
+
+def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
+    """The banks of real models, with a shared expert in their format, for few and for more tokens."""
+    types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
+    constexprs = {"BE": 256, "BT": 8, "BM": RANKED_ROWS, "BN": RANKED_STEP, "PDL": False}
+    yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 4, 1)
+    types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
+    for up, down in banks(native_fp8):
+        for kernel, bank, rows in ((fragment_gate_up_kernel, up, "BI"), (fragment_down_kernel, down, "BO")):
+            own = types | bank.types | {"value": "*i32"}
+            own |= {f"shared_{name}": own[name] for name in ("value", "fine", "coarse")}
+            for tokens in (4, 64, 512) if bank.of.kind else ():
+                config, BT = config_of(bank.of, rows == "BI", tokens), tokens_tile(tokens, 8, 256)
+                constexprs = _constants(bank.of, bank.of, 8, BT, config, rows, tokens <= BT) | {"PDL": False}
+                yield CompileCase(kernel, signature(kernel, constexprs, own), constexprs, config.warps, 1)

@@ -1,0 +1,125 @@
+"""Kernels whose codes go straight into registers (kernels/linear/fragments.py), on a GPU, against the fp32 reference.
+
+    python -m tests.gpu.check_fragments
+
+Triton's interpreter has no Gluon, so that nothing but a GPU can run them. Odd sizes, cut widths, all formats, memory
+that holds NaN before. An error is 1e-2 at most. Ends with 1 if anything is off. Writes $OUT/check_fragments.json.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.conv.reference import causal_conv
+from shardwise.kernels.linear.fragments import fits
+from shardwise.kernels.linear.tiles import operand
+from shardwise.kernels.linears import fragments as splits
+from shardwise.kernels.linears import reference, triton
+from shardwise.kernels.linears.reference import Conv
+from shardwise.kernels.moe.triton import route
+from shardwise.kernels.moe_block import fragments as tiles
+from shardwise.kernels.moe_block import reference as block
+from tests.kernels.sequences import make_sequences
+from tests.kernels.weights import make_weight
+
+DEVICE, TAPS = "cuda", 4
+FORMATS = ("nvfp4", "nvfp4_ct", "nvfp4_row", "fp8_block", "fp8_block_f32", "fp8_channel", "fp8_tensor")
+found: list[dict[str, Any]] = []
+
+
+def poison() -> None:
+    """What is allocated next was NaN."""
+    held = [
+        torch.full((n,), float("nan"), device=DEVICE) for n in (1 << 12, 1 << 16, 1 << 20, 1 << 22) for _ in range(6)
+    ]
+    del held
+
+
+def judge(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    found.append({"what": what, "error": error, "right": error <= 1e-2})
+    if not error <= 1e-2:
+        sys.stdout.write(f"WRONG {what}: {error:.2e}\n")
+
+
+def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: bool) -> None:
+    weights: list[Weight] = [make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes)]
+    weights += [make_weight((24, shapes[0][1]), "bf16", 9, DEVICE)] if len(shapes) > 1 else []
+    x_TH = torch.randn(tokens, shapes[0][1], device=DEVICE).bfloat16()
+    of = [operand(weight, True) for weight in weights]
+    if not all(fits(each, x_TH.dtype) for each in of):
+        found.append({"what": f"{form} {shapes}", "error": 0.0, "right": True, "left_out": True})
+        return
+    dtypes: list[torch.dtype | None] = [torch.bfloat16 if n < 2 else torch.float32 for n in range(len(weights))]
+    channels = shapes[0][0]
+    taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()
+    state_RCW = torch.randn(tokens + 2, channels, TAPS - 1, device=DEVICE).bfloat16()
+    seqs = make_sequences([5 * (n % 3) for n in range(tokens)], [1] * tokens, 16, torch.device(DEVICE))
+    wanted_state = state_RCW.clone()
+    want = reference.linears(x_TH.float(), weights, [torch.float32] * len(weights))
+    if conv:
+        want[0] = causal_conv(want[0].bfloat16(), taps_CW, wanted_state, seqs)
+    for config in (splits.split_rule(sum(shape[0] for shape in shapes), tokens), splits.Split(32, 8, 4, 2)):
+        poison()
+        mine = state_RCW.clone()
+        how = Conv(taps_CW, mine, seqs) if conv else None
+        got = triton._split(x_TH, of, [d or torch.bfloat16 for d in dtypes], how, config, False)
+        for n, (a, b) in enumerate(zip(got, want, strict=True)):
+            judge(f"linears {form} {shapes}[{n}] T={tokens} conv={conv} {config}", a, b)
+        if conv:
+            judge(f"state {form} {shapes} T={tokens} {config}", mine, wanted_state)
+
+
+def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int) -> None:
+    hidden, top_k = 256, 8
+    up = make_weight((experts, 2 * width, hidden), form, 0, DEVICE)
+    down = make_weight((experts, hidden, width), form, 1, DEVICE)
+    shared_up = make_weight((2 * width, hidden), shared_form, 2, DEVICE)
+    shared_down = make_weight((hidden, width), shared_form, 3, DEVICE)
+    x_TH = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    gate_T1, logits_TE = torch.randn(tokens, 1, device=DEVICE), torch.randn(tokens, experts, device=DEVICE)
+    logits_TE[:, 1] += 2 * (tokens > 8)  # some experts are liked by more tokens than a tile has
+    shares_Tk, ids_Tk = route(logits_TE, top_k)
+    of = [operand(weight, True) for weight in (up, down, shared_up, shared_down)]
+    if not all(fits(each, x_TH.dtype) for each in of):
+        found.append({"what": f"{form} {width}", "error": 0.0, "right": True, "left_out": True})
+        return
+    want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
+    poison()
+    got = tiles.moe(x_TH, *of, ids_Tk, shares_Tk, gate_T1, experts, "", False)
+    judge(f"experts {form}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="*", default=FORMATS, help="one process each compiles side by side")
+    torch.manual_seed(0)
+    for form in parser.parse_args().formats:
+        for tokens in (1, 2, 7, 8, 9, 16, 31):
+            for shapes in ([(96, 512)], [(40, 1536)], [(200, 352)], [(128, 512), (72, 512)]):
+                check_linears(form, shapes, tokens, conv=len(shapes) > 1)
+        for shared_form in dict.fromkeys((form, "bf16")):
+            for width in (512, 176, 64):
+                for tokens in (1, 2, 8, 9, 33, 130, 300):
+                    check_experts(form, shared_form, width, 20 if tokens < 100 else 37, tokens)
+    wrong = [each for each in found if not each["right"]]
+    out = Path(os.environ.get("OUT", "results"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"check_fragments-{parser.parse_args().formats[0]}.json").write_text(json.dumps(found))
+    ran = [each for each in found if not each.get("left_out")]
+    worst = max(ran, key=lambda each: each["error"])
+    sys.stdout.write(
+        f"{len(ran)} checks, {len(found) - len(ran)} sizes that these kernels leave to others, {len(wrong)} wrong; "
+        f"worst {worst['error']:.2e} ({worst['what']})\n"
+    )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
