@@ -36,7 +36,7 @@ from shardwise.kernels.linear.tiles import (
     ROWS,
     Operand,
 )
-from shardwise.kernels.overlap import after_previous
+from shardwise.kernels.overlap import after_previous, let_next_come
 
 VALUES = {0: 2, 1: 4, 3: 8}  # of a word, by kind
 ROW_TILE = 16  # of an instruction
@@ -258,7 +258,7 @@ def fragment_products(
 
     x_at_T, ok_T: of each token (in tokens_layout), the offset of its row, and whether there is one. Rows from LIMIT on
     give 0. SECOND: 0 for one product; the second is then nothing. value: as words of int32. SPLITS: parts of `in` that
-    go side by side. PDL: the first weights are read before the kernel before this one is waited for.
+    go side by side. PDL: the first weights are read before this kernel waits for the one before it.
     """
     VALUES: gl.constexpr = values_of(W)
     UNDER: gl.constexpr = words_scaled(W, BK)
@@ -290,6 +290,7 @@ def fragment_products(
     next_s = _loaded(fine, s_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] else 0
     next2_s = _loaded(fine, s2_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] and SECOND else next_s
     after_previous(PDL)
+    let_next_come(PDL)
     acc = gl.zeros((SPLITS, BM, BT), gl.float32, layout=PRODUCT)
     acc2 = acc
     for k0 in range(0, PART, BK):

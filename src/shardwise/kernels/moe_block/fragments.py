@@ -140,8 +140,7 @@ def fragment_gate_up_kernel(
     BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BIS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs of the shared expert, then those of every tile."""
-    let_next_come(PDL)
+    """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
     SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS - 1) // BIS
     TILES: gl.constexpr = (W[ROWS] // 2 + BI - 1) // BI
     SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
@@ -155,6 +154,7 @@ def fragment_gate_up_kernel(
                     t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS, SPLITS, PDL)  # fmt: skip
     else:
         after_previous(PDL)
+        let_next_come(PDL)
         expert, x_T, _, ok_T, act_T, _, act_ok_T = _rows(
             ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
             tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
@@ -187,7 +187,7 @@ def fragment_down_kernel(
     BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BOS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As above: y[pair] of routed experts, and y[pairs + token] of the shared one."""
+    """As above: y[pair] of routed experts, and y[pairs + token] of the shared one. The choice is known when it starts."""
     let_next_come(PDL)
     SHARED: gl.constexpr = (WS[ROWS] + BOS - 1) // BOS
     TILES: gl.constexpr = (W[ROWS] + BO - 1) // BO
@@ -202,14 +202,15 @@ def fragment_down_kernel(
                    t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS, RUNS, WARPS, SPLITS,
                    PDL)  # fmt: skip
     else:
-        after_previous(PDL)
         expert, _, act_T, ok_T, _, y_T, y_ok_T = _rows(
             ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
             tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
         )  # fmt: skip
         if expert >= 0:
             _down_tile(act, y, value, fine, coarse, expert, (program - shared) % TILES, act_T, ok_T, y_T, y_ok_T, W, BO,
-                       BT, BK, RUN, WARPS, SPLITS, False)  # fmt: skip
+                       BT, BK, RUN, WARPS, SPLITS, PDL)  # fmt: skip
+        else:
+            after_previous(PDL)
 
 
 def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
