@@ -221,6 +221,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 signed = signature(down_kernel, constexprs, types | down.types | own)
                 yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
-    yield from fragments.compile_cases(native_fp8)
+    if not native_fp8:
+        yield from fragments.compile_cases()
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)
