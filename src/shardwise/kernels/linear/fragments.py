@@ -357,6 +357,8 @@ def fits(of: Operand, x_dtype: torch.dtype) -> bool:
     values = VALUES.get(kind, 0)
     if x_dtype != torch.bfloat16 or not values or columns % (4 * values) or not available(of.value.device):
         return False
+    if of.value.storage_offset() * of.value.element_size() % 4:
+        return False
     if kind == PLAIN.value:
         return of.value.dtype == torch.bfloat16 and not fine
     if kind == FP4_WORDS.value:
