@@ -82,8 +82,8 @@ def page(found: Sequence[Found], limits_bytes: Mapping[str, int], triton_version
     lines += [
         "\n## Kernels\n",
         "A card's column: the most shared memory of a block in KiB, the most registers of a thread, and of how many\n"
-        "bytes the worst configuration spills, if one does. A dash: the card lacks e4m3 in hardware, which the kernel "
-        "needs.\n",
+        "bytes the worst configuration spills, if one does. A dash: the card lacks what the kernel needs, e4m3 in "
+        "hardware or NVIDIA's matrix instructions.\n",
         f"| kernel | configurations | {' | '.join(limits_bytes)} |",
         f"| --- | --- |{' --- |' * len(limits_bytes)}",
     ]

@@ -252,8 +252,7 @@ def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[
     tiles_3P = torch.empty((3, most), dtype=torch.int32, device=ids_Tk.device)
     rank_tiles_kernel[(triton.cdiv(pairs, RANKED_ROWS),)](
         ids_Tk, order_M, tiles_3P, pairs, experts, most, power_of_two(experts), BT, RANKED_ROWS,
-        min(RANKED_STEP, max(32, power_of_two(pairs))),
-        num_warps=4, **launch(pdl),
+        min(RANKED_STEP, max(32, power_of_two(pairs))), num_warps=8, **launch(pdl),
     )  # fmt: skip
     return order_M, tiles_3P
 
@@ -316,7 +315,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """
     types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
     constexprs = {"BE": 256, "BT": 8, "BM": RANKED_ROWS, "BN": RANKED_STEP, "PDL": False}
-    yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 4, 1)
+    yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 8, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
     for up, down in banks(False):
         for kernel, bank, rows in ((fragment_gate_up_kernel, up, "BI"), (fragment_down_kernel, down, "BO")):
