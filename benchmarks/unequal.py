@@ -114,10 +114,10 @@ def built(case: Case, serve: ServeConfig, env: RankEnvironment, comm: Communicat
     select, capture, allocated = building.select, building.Runner.capture, list[int]()
     before, slower = torch.cuda.memory_allocated(), Slower(case.repeats[env.rank])
 
-    def noted(runner: Any) -> None:
+    def noted(self: Any) -> None:
         slower.forget()
         allocated.append(torch.cuda.memory_allocated() - before)
-        capture(runner)
+        capture(self)
 
     building.select = lambda *options: slower.table(select(*options))
     building.Runner.capture, graphs.SIZES = noted, case.batches
