@@ -30,7 +30,7 @@ from shardwise.shard import ParamSpec, Partitions, local_bytes
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 100  # to time one
-LAYER_LAUNCHES = 30  # of a layer without a graph, with what Python does around them
+LAYER_LAUNCHES = 30  # of a layer without a graph, with what Python does around them: an estimate, not measured yet
 
 Mode = Literal["resident", "offload", "hybrid", "either"]
 
