@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="prompts to decode one request behind")
     parser.add_argument("--gpu", default="", help="as of serve: 0,0 puts two ranks on one")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--step-tokens", type=int, default=0, help="as --max-num-batched-tokens of serve")
     for name in ("dtype", "device", "kernels", "comm"):
         parser.add_argument(f"--{name}", default="auto")
     args = parser.parse_args()
@@ -165,7 +166,7 @@ def main() -> None:
     begin_s = time.monotonic()
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
-        overlap=args.overlap, comm=args.comm,
+        overlap=args.overlap, comm=args.comm, max_num_batched_tokens=args.step_tokens,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part),
         load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([7680, *args.contexts]) + 512,
         kv_tokens=200_000, gpu=tuple(part for part in args.gpu.split(",") if part),
