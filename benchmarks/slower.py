@@ -45,9 +45,10 @@ class Slower:
     def _repeated(self, name: str, op: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             own = tuple(args[place] for place in places)
-            firsts = [each[0] if isinstance(each, list | tuple) else each for each in own]
-            key = firsts[0].data_ptr() if isinstance(firsts[0], torch.Tensor) else id(firsts[0])
-            alike = self._layers.setdefault((name, *(tuple(each.shape) for each in firsts)), {})
+            every = [part for each in own for part in (each if isinstance(each, list | tuple) else (each,))]
+            key = every[0].data_ptr() if isinstance(every[0], torch.Tensor) else id(every[0])
+            # Of all weights: attention's one may be as large as the first of GatedDeltaNet's three.
+            alike = self._layers.setdefault((name, *(tuple(each.shape) for each in every)), {})
             alike[key] = own
             at = list(alike).index(key)
             for others in islice(cycle(alike.values()), at + 1, at + self._times):

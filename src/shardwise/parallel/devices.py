@@ -15,7 +15,7 @@ from shardwise.config import ConfigError
 UNITS = {"GiB": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "TB": 10**12}
 FLOPS_A_BYTE = 75.0  # of cards in general: what a spec without a matmul rate is taken to do
 REACHED = 0.8  # of a data sheet's bandwidth, by kernels that stream plain weights: 3.8 of 4.8 TB/s on an H200
-KERNEL_S = 2.25e-6  # fitted to captured steps of 35B-A3B on an H200 (benchmarks/forecast.py)
+KERNEL_S = 1.5e-6  # fitted to captured steps of 35B-A3B on an H200 (benchmarks/forecast.py)
 SPEC = "24GiB:936GB/s,16GiB:288GB/s, with :TFLOPS behind each if known"
 UNKNOWN = float("inf")  # the speed of a device that nobody has said or measured
 BUSY_SHARE = 0.5  # of a device's memory held by others, from which on it is busy
