@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.config import ServeConfig, rank_environment
 from shardwise.engine.build import Leader, build_rank
 from shardwise.engine.messages import Failed, Generate, Picture, SamplingParams
 from tests.golden import eval as evaluation
+from tests.gpu.alike import alike
 
 Requests = Sequence[tuple[list[int], int]]
 
@@ -171,7 +173,8 @@ def main() -> None:
         load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([7680, *args.contexts]) + 512,
         kv_tokens=200_000, gpu=tuple(part for part in args.gpu.split(",") if part),
     )  # fmt: skip
-    one = build_rank(serve, env)
+    with alike() if args.what == "speed" else nullcontext():
+        one = build_rank(serve, env)
     ready_s = time.monotonic() - begin_s
     if env.rank:
         one.runner.follow()

@@ -37,6 +37,7 @@ from shardwise.kernels.ops import select
 from shardwise.models.qwen3_5 import Model
 from shardwise.parallel.comm import Alone
 from shardwise.parallel.context import RankContext
+from tests.gpu.alike import alike
 
 GEOMETRY, LAYERS, CONTEXT, PAGES = Path("benchmarks/geometry"), 40, 130, 64
 WORKERS = 5
@@ -123,7 +124,8 @@ class Steps:
         self.device, self.config = torch.device("cuda", 0), made.model
         ops = select("triton", self.device, True)
         self.ctx = RankContext(0, 1, made.partitions, Alone(), ops, self.device, DTYPES[made.dtype])
-        self.model = load_weights(serve, made, self.ctx, 1)[0]
+        with alike():
+            self.model = load_weights(serve, made, self.ctx, 1)[0]
         self.tables = PageTables(5, PAGES, serve.page_tokens)
         for row in range(1, 5):
             self.tables.update(Chunk(row, 0, 0, [], list(range(1 + (row - 1) * PAGES, 1 + row * PAGES)), False))
