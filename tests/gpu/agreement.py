@@ -11,9 +11,10 @@ compared with the same sequences as whole prompts in plain torch:
     reference      reference operations, activations in bf16, as --kernels reference
     exact, routed  as exact, but with the experts that the fast kernels chose
 
-With random weights many choices of experts are near-ties, and many of the two likeliest tokens: what bf16 alone changes
-is the line exact | reference. "margin" is what the likeliest logit is ahead of the second by, in the first of both.
-Bounds are those of the fast kernels against the reference path. Writes $OUT/agreement-FORMAT.json after each part.
+With random weights many choices of experts are near-ties, and many of the two likeliest tokens: the line exact |
+reference says what bf16 alone changes, and exact, routed | fast what the kernels' arithmetic does without other
+experts. "margin" is what the likeliest logit is ahead of the second by, in the first of both. Layers share experts that
+are tensors of their own, which saves the time of making them up. Bounds are those of the fast kernels against the reference path. Writes $OUT/agreement-FORMAT.json after each part.
 """
 
 import argparse
@@ -33,7 +34,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.checkpoint.index import DTYPES
 from shardwise.checkpoint.load import load
-from shardwise.checkpoint.synth import DummySource
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ServeConfig
 from shardwise.engine.build import Blueprint, blueprint
@@ -49,6 +49,7 @@ from shardwise.kernels.ops import Ops, select
 from shardwise.models.qwen3_5 import Model, declare_pages, declare_rows
 from shardwise.parallel.comm import Alone
 from shardwise.parallel.context import RankContext
+from tests.gpu.alike import AlikeSource
 from tests.gpu.divergence import Report
 
 GEOMETRY = "benchmarks/geometry/qwen3.6-35b-a3b"
@@ -151,10 +152,14 @@ class Launched(DecodeGraphs):
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
         self._fill(inputs, chunks)
         tokens_B, positions_B = inputs.wide_3B[:2]
-        logits_BV = self.model(
-            tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens
-        )  # fmt: skip
-        return logits_BV[: len(chunks)]
+        last_R, seqs = self.last_tokens, inputs.seqs
+        return self.model(tokens_B, positions_B, seqs, self.caches, None, last_tokens_R=last_R)[: len(chunks)]
+
+
+class LayersAlike(AlikeSource):
+    """Made-up weights whose layers share experts that are tensors of their own; those of a layer all differ."""
+
+    contents = 1 << 30
 
 
 class Case:
@@ -164,7 +169,7 @@ class Case:
         self.serve, self.made = serve, blueprint(serve)
         self.device = torch.device(self.made.device_type, *([0] if self.made.device_type == "cuda" else []))
         self.course = course_of(self.made.model.vocab_size, args.prompt, args.batches, args.steps)
-        source = self.made.source or DummySource(self.made.specs.values(), device=self.device)
+        source = self.made.source or LayersAlike(self.made.specs.values(), device=self.device)
         self.weights = load(self.made.specs, self.made.partitions, 0, source, self.device)
 
     def pages(self, s: int) -> list[int]:
@@ -300,7 +305,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.limit_s, exit=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     known = {"bf16": GEOMETRY, "fp8": f"{GEOMETRY}-fp8", "nvfp4": f"{GEOMETRY}-nvfp4"}
-    folder = Path(known.get(args.model, args.model))
+    folder = Path(known[args.model] if args.model in known else args.model)
     report = Report(args, args.model if args.model in known else folder.name)
     with tempfile.TemporaryDirectory() as made_up:
         if not any(folder.glob("*.safetensors")):

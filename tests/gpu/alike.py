@@ -18,15 +18,16 @@ PLACE = re.compile(r"\blayers\.\d+\.(.*\bexperts)\.(\d+)\.")
 
 
 class AlikeSource(DummySource):
-    """As DummySource, with CONTENTS different experts, the same in all layers."""
+    """As DummySource, with `contents` different experts, the same in all layers."""
 
+    contents = CONTENTS
     _known: dict[str, torch.Tensor]
 
     def read(self, name: str, src: tuple[slice, ...]) -> torch.Tensor:
         if not PLACE.search(name):
             return super().read(name, src)
         known = self.__dict__.setdefault("_known", {})
-        key = PLACE.sub(lambda found: f"{found[1]}.{int(found[2]) % CONTENTS}.", name)
+        key = PLACE.sub(lambda found: f"{found[1]}.{int(found[2]) % self.contents}.", name)
         if key not in known:
             known[key] = super().read(name, tuple(slice(0, size) for size in self.info(name).shape))
         return known[key][src] if src else known[key]
