@@ -14,7 +14,8 @@ compared with the same sequences as whole prompts in plain torch:
 With random weights many choices of experts are near-ties, and many of the two likeliest tokens: the line exact |
 reference says what bf16 alone changes, and exact, routed | fast what the kernels' arithmetic does without other
 experts. "margin" is what the likeliest logit is ahead of the second by, in the first of both. Layers share experts that
-are tensors of their own, which saves the time of making them up. Bounds are those of the fast kernels against the reference path. Writes $OUT/agreement-FORMAT.json after each part.
+are tensors of their own, which saves the time of making them up. Writes
+$OUT/agreement-FORMAT.json after each part.
 """
 
 import argparse
@@ -305,8 +306,9 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.limit_s, exit=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     known = {"bf16": GEOMETRY, "fp8": f"{GEOMETRY}-fp8", "nvfp4": f"{GEOMETRY}-nvfp4"}
-    folder = Path(known[args.model] if args.model in known else args.model)
-    report = Report(args, args.model if args.model in known else folder.name)
+    given: str = args.model
+    folder = Path(known.get(given, given))
+    report = Report(args, given if given in known else folder.name)
     with tempfile.TemporaryDirectory() as made_up:
         if not any(folder.glob("*.safetensors")):
             raw = json.loads((folder / "config.json").read_text())
