@@ -34,11 +34,12 @@ found: list[dict[str, Any]] = []
 
 
 def poison() -> None:
-    """What is allocated next was NaN."""
+    """What is allocated next was NaN, and numbers no index may be."""
+    ids = [torch.full((n,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE) for n in (1 << 8, 1 << 10, 1 << 12) * 6]
     held = [
         torch.full((n,), float("nan"), device=DEVICE) for n in (1 << 12, 1 << 16, 1 << 20, 1 << 22) for _ in range(6)
     ]
-    del held
+    del held, ids
 
 
 def judge(what: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -4,23 +4,15 @@ import io
 import re
 import sys
 import time
-import time
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from typing import Any
 
 import pytest
-import torch
-import torch
 import torch
 
 from shardwise.config import ConfigError
 from shardwise.parallel import probe
-from shardwise.parallel.connect import connect
-from shardwise.parallel.connect import connect
 from shardwise.parallel.connect import connect
 from shardwise.parallel.devices import (
     REACHED,
@@ -34,8 +26,6 @@ from shardwise.parallel.devices import (
     refuse_busy,
     select,
 )
-from shardwise.parallel.rank_probe import Choice, WaitingRanks
-from shardwise.parallel.rank_probe import Choice, WaitingRanks
 from shardwise.parallel.rank_probe import Choice, WaitingRanks
 
 GIB = 1 << 30
@@ -173,96 +163,6 @@ def late(index: int, *_: object) -> float:
 
 def failing(index: int, *_: object) -> float:
     sys.stderr = io.StringIO()
-    raise RuntimeError
-
-
-def test_ranks_wait_then_join_and_the_slowest_counts():
-    for part, answer in ((connected, 8e-6), (late, None), (failing, None)):
-        ranks = WaitingRanks(2, part)
-        try:
-            found = ranks.latency_s([3, 7], "auto", 20.0 if part is connected else 0.3)
-        finally:
-            ranks.close()
-        assert found == (answer and pytest.approx(answer)), part
-
-
-@pytest.mark.parametrize(("ranks_s", "expected_s"), [(6e-6, 6e-6), (3e-5, 3e-5), (None, 1.8e-5)])
-def test_the_latency_is_that_of_what_ranks_will_talk_over(
-    ranks_s: float | None, expected_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bandwidth is that of NCCL, and so is the latency if ranks have no answer."""
-    asked = []
-
-    class Ranks(WaitingRanks):
-        def __init__(self) -> None:
-            pass
-
-        def latency_s(self, *question: Any) -> float | None:
-            asked.append(question)
-            return ranks_s
-
-    monkeypatch.setattr(probe, "library_link", lambda indices: Link(1.8e-5, 2.8e11))
-    assert probe.link([0, 3], "p2p", Ranks()) == Link(expected_s, 2.8e11)
-    assert asked == [([0, 3], "p2p")]
-
-
-def connected(index: int, comm: Choice, world: int) -> float:
-    """A rank on a CPU that joins the others; its seconds tell who it is."""
-    return (1 + index) * 1e-6 * (connect(torch.device("cpu"), comm, world, 20.0).world == world)
-
-
-def late(index: int, *_: object) -> float:
-    time.sleep(30 * index)
-    return 0.0
-
-
-def failing(index: int, *_: object) -> float:
-    sys.stderr = None
-    raise RuntimeError
-
-
-def test_ranks_wait_then_join_and_the_slowest_counts():
-    for part, answer in ((connected, 8e-6), (late, None), (failing, None)):
-        ranks = WaitingRanks(2, part)
-        try:
-            found = ranks.latency_s([3, 7], "auto", 20.0 if part is connected else 0.3)
-        finally:
-            ranks.close()
-        assert found == (answer and pytest.approx(answer)), part
-
-
-@pytest.mark.parametrize(("ranks_s", "expected_s"), [(6e-6, 6e-6), (3e-5, 3e-5), (None, 1.8e-5)])
-def test_the_latency_is_that_of_what_ranks_will_talk_over(
-    ranks_s: float | None, expected_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bandwidth is that of NCCL, and so is the latency if ranks have no answer."""
-    asked = []
-
-    class Ranks(WaitingRanks):
-        def __init__(self) -> None:
-            pass
-
-        def latency_s(self, *question: Any) -> float | None:
-            asked.append(question)
-            return ranks_s
-
-    monkeypatch.setattr(probe, "library_link", lambda indices: Link(1.8e-5, 2.8e11))
-    assert probe.link([0, 3], "p2p", Ranks()) == Link(expected_s, 2.8e11)
-    assert asked == [([0, 3], "p2p")]
-
-
-def connected(index: int, comm: Choice, world: int) -> float:
-    """A rank on a CPU that joins the others; its seconds tell who it is."""
-    return (1 + index) * 1e-6 * (connect(torch.device("cpu"), comm, world, 20.0).world == world)
-
-
-def late(index: int, *_: object) -> float:
-    time.sleep(30 * index)
-    return 0.0
-
-
-def failing(index: int, *_: object) -> float:
-    sys.stderr = None
     raise RuntimeError
 
 

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Literal
 
 import msgspec
@@ -122,9 +123,17 @@ def banks_ahead(
 
     if not serve.bank_cache:
         return loaded
-    pool = ThreadPoolExecutor(1, "banks")
-    coming = pool.submit(loaded)
-    pool.shutdown(wait=False)
+    coming = Future[tuple[Banks, bool]]()
+
+    def work() -> None:
+        try:
+            if ctx.device.type == "cuda":
+                torch.cuda.set_device(ctx.device)
+            coming.set_result(loaded())
+        except BaseException as error:  # told to who asks for the banks
+            coming.set_exception(error)
+
+    Thread(target=work, name="banks", daemon=True).start()  # a start that fails beside it ends without it
     return coming.result
 
 

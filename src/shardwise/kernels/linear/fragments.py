@@ -268,6 +268,7 @@ def fragment_products(
     EVEN: gl.constexpr = K % (BK * SPLITS) == 0
     WHOLE: gl.constexpr = EVEN and LIMIT % BM == 0
     GRAIN: gl.constexpr = W[FINE] if W[FINE] else K
+    gl.static_assert(SPLITS == 1 or W[FINE] == 0 or PART % GRAIN == 0, "a split begins under a scale of its own")
     PRODUCT: gl.constexpr = product_layout(WARPS, SPLITS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
     LAID: gl.constexpr = word_layout(BM, BK // VALUES, RUN, 0, WARPS, SPLITS)
@@ -362,8 +363,18 @@ def fits(of: Operand, x_dtype: torch.dtype) -> bool:
     if kind == PLAIN.value:
         return of.value.dtype == torch.bfloat16 and not fine
     if kind == FP4_WORDS.value:
-        return fine > 0 and of.layout[FINE_CODE.value] == 1 and of.layout[INVERSE.value] % 2 == 0
-    return fine % values == 0 and not of.layout[FINE_CODE.value]
+        return fine in (8, 16, 32, 64) and of.layout[FINE_CODE.value] == 1 and of.layout[INVERSE.value] % 2 == 0
+    # Scales within a step are rounded to bf16, so they have to be bf16.
+    exact = of.fine.dtype == torch.bfloat16 and of.layout[INVERSE.value] % 2 == 0
+    return not of.layout[FINE_CODE.value] and (fine in (0, 32, 64, 128) or (fine in (4, 8, 16) and exact))
+
+
+def steps_of(of: Operand, run: int = 4) -> tuple[int, int]:
+    """BK and RUN: `run`, or as many words that a row of a step has one scale of e4m3, where one covers 32 columns."""
+    fine = of.layout[FINE.value]
+    if of.kind == FP8.value and 32 <= fine < 128:
+        run = fine // 32
+    return 8 * run * VALUES[of.kind], run
 
 
 def available(device: torch.device) -> bool:

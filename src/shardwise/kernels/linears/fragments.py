@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 
 from shardwise.kernels import tuning
 from shardwise.kernels.linear.fragments import (
-    VALUES,
     fits,
     fragment_coarse,
     fragment_products,
+    steps_of,
     sum_layout,
     tokens_layout,
     values_of,
@@ -129,7 +129,7 @@ def split_constants(operands: Sequence[Operand], taps: int, config: Split) -> di
     found: dict[str, Any] = {"BT": config.BT, "TAPS": taps, "WARPS": config.warps, "SPLITS": config.splits}
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
-        run = 2 if of.kind == FP4_WORDS.value else 4
+        step, run = steps_of(of, 2 if of.kind == FP4_WORDS.value else 4)
         found |= {f"W{n}": of.layout, f"M{n}": config.BM if n < len(operands) else 0}
-        found |= {f"K{n}": 8 * run * VALUES[of.kind], f"RUN{n}": run}
+        found |= {f"K{n}": step, f"RUN{n}": run}
     return found

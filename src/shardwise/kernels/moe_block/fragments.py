@@ -19,17 +19,17 @@ from triton.experimental.gluon import language as gl
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.fragments import (
-    VALUES,
     Fragments,
     fragment_coarse,
     fragment_products,
+    steps_of,
     sum_layout,
     tokens_layout,
     values_of,
     words,
 )
 from shardwise.kernels.linear.geometry import banks
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand
+from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.moe_block.matched import COMBINE_BLOCK, matched_combine_kernel
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
@@ -82,7 +82,7 @@ def _matches(ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, B
     t_T = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, LAID)), 1)
     k_K = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, LAID)), 0)
     pair_TK, ok_TK = t_T * TOP_K + k_K, (t_T < tokens) & (k_K < TOP_K)
-    alike_TK = ok_TK & (gl.load(ids + pair_TK, mask=ok_TK, other=-1) == expert)
+    alike_TK = ok_TK & (gl.load(ids + pair_TK, mask=ok_TK, other=-1, cache_modifier=".cg") == expert)
     first = gl.min(gl.min(gl.where(alike_TK, pair_TK, tokens * TOP_K), 1), 0)
     return gl.max(gl.where(alike_TK, pair_TK, -1), 1), first == pair
 
@@ -96,7 +96,7 @@ def _rows(
     whether there is one, the first two in LAYOUT, and all but the first in that of sums. With MATCHED the tile has a
     column for every token."""
     if MATCHED:
-        expert = gl.load(ids + program)
+        expert = gl.load(ids + program, cache_modifier=".cg")
         pair_T, mine = _matches(ids, program, expert, tokens, TOP_K, KP, BT, WARPS)
         expert = gl.where(mine, expert, -1)
         t_T, act_T, s_T = (
@@ -104,11 +104,13 @@ def _rows(
         )  # fmt: skip
         found = expert, t_T, act_T, act_T >= 0, s_T, s_T, s_T >= 0
     else:
-        expert, first = gl.load(tiles + program), gl.load(tiles + most + program)
-        stop = gl.where(expert >= 0, gl.load(tiles + 2 * most + program), first)
+        # By way of .cg, here and above: `down` reads them before it waits, see down_kernel in stream.py.
+        expert = gl.load(tiles + program, cache_modifier=".cg")
+        first = gl.load(tiles + most + program, mask=expert >= 0, other=0, cache_modifier=".cg")
+        stop = gl.load(tiles + 2 * most + program, mask=expert >= 0, other=0, cache_modifier=".cg")
         at_T, s_T = first + gl.arange(0, BT, layout=LAYOUT), first + gl.arange(0, BT, layout=SUM)
-        x_T = gl.load(order + at_T, mask=at_T < stop, other=0) // TOP_K
-        y_T = gl.load(order + s_T, mask=s_T < stop, other=0)
+        x_T = gl.load(order + at_T, mask=at_T < stop, other=0, cache_modifier=".cg") // TOP_K
+        y_T = gl.load(order + s_T, mask=s_T < stop, other=0, cache_modifier=".cg")
         found = expert, x_T, at_T, at_T < stop, s_T, y_T, s_T < stop
     return found
 
@@ -219,13 +221,13 @@ def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
     found = tuning.choice(gpu, "fragments", [of.layout], tokens)
     if found:
         return Fragments(*found)
-    values = VALUES[of.kind]
-    step = 8 * 4 * values
+    step, run = steps_of(of)
+    fp8 = of.kind == FP8.value
     if not up:
-        return Fragments(128 if values == 4 else 64, step, 4, 4)
-    if values == 4:
-        return Fragments(16, step, 4, 4, 4) if tokens <= 64 else Fragments(16, step, 4, 2, 2)
-    return Fragments(16, step, 4, 2, 2) if tokens <= MATCHED_TOKENS else Fragments(32, step, 4, 2)
+        return Fragments(128 if fp8 else 64, step, run, 4)
+    if fp8:
+        return Fragments(16, step, run, 4, 4) if tokens <= 64 else Fragments(16, step, run, 2, 2)
+    return Fragments(16, step, run, 2, 2) if tokens <= MATCHED_TOKENS else Fragments(32, step, run, 2)
 
 
 def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
@@ -237,10 +239,11 @@ def _constants(
     of: Operand, shared: Operand, top_k: int, BT: int, config: Fragments, rows: str, matched: bool
 ) -> dict[str, Any]:
     """What a kernel is compiled for. rows: "BI" or "BO"."""
+    step, run = steps_of(shared)
     return {
         "MATCHED": matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout, rows: config.BM,
         "BK": config.BK, "RUN": config.RUN, "WS": shared.layout, f"{rows}S": config.BM,
-        "BKS": 8 * 4 * VALUES[shared.kind], "RUNS": 4, "WARPS": config.warps, "SPLITS": config.splits,
+        "BKS": step, "RUNS": run, "WARPS": config.warps, "SPLITS": config.splits,
     }  # fmt: skip
 
 
