@@ -22,9 +22,7 @@ from tests.ranks import Ranks
 
 LAYOUTS = ("plain", *NEAR_TIE)
 SPLITS: tuple[tuple[int, tuple[float, ...]], ...] = ((1, ()), (2, ()), (2, (5, 3)), (3, ()))
-EVERY = (
-    int(os.environ.get("EVALUATION_EVERY", "1")) if FULL else 120
-)  # of the cases, which lie in order of their skills
+EVERY = int(os.environ.get("EVALUATION_EVERY", "1")) if FULL else 160  # of the cases, in order of their skills
 SLOTS = {"100 %": 8, "50 %": 4, "25 %, the fewest": 2}  # of the miniature's 8 experts, of which a token wants 2
 MODES = ("offload", "hybrid")
 SERVE: Mapping[str, Any] = {"max_num_seqs": 3}  # of 6 pairs: more than some slots, fewer than experts

@@ -75,7 +75,7 @@ def test_tokens_depend_neither_on_company_nor_on_chunks_nor_on_preemption(
     serve = {**SERVE, **small, "prefix_cache": False}
     tight = serve | {"kv_tokens": 160, "max_model_len": 160, "page_tokens": 4}
     for world, options, some, arrive_every in (
-        (1, serve, cases[::9], 3), (2, tight, short[::9], 1), (3, tight, short[::9], 2),
+        (1, serve, cases[::12], 3), (2, tight, short[::14], 1), (3, tight, short[::14], 2),
     ):  # fmt: skip
         outputs, preemptions = ranks.run(
             world, engine_ranks.generate, serve=options, requests=requests(some, tokenizer), arrive_every=arrive_every
@@ -95,7 +95,7 @@ def test_four_identical_requests_at_once_get_equal_answers(
 
 def test_cutting_packed_rows_as_one_block_ruins_the_answers(cases: list[Case], tokenizer: Any, ranks: Ranks) -> None:
     """Negative control: the comparison above would see the classic mistake."""
-    some = cases[::9]
+    some = cases[::16]
     serve = {**SERVE, "model": str(evaluation.miniature())}
     for world, wrong_cut in ((1, True), (2, True)):
         outputs, _ = ranks.run(

@@ -60,7 +60,7 @@ def test_quantised_siblings_see_as_well_at_every_split(
     layout: str, siblings: Mapping[str, Path], cases: list[Case], asked: Asked, tokenizer: Any, ranks: Ranks
 ) -> None:
     """The tower stays as it is; the text model behind it is quantised. All cases at every split: FULL_EVALUATION=1."""
-    every, splits = (1, SPLITS) if FULL else (6, (SPLITS[0], SPLITS[2]))
+    every, splits = (1, SPLITS) if FULL else (9, (SPLITS[0], SPLITS[2]))
     outputs: dict[str, list[list[int]]] = {}
     for split in splits:
         serve = {**SERVE, "model": str(siblings[layout]), "ratio": split[1]}

@@ -20,7 +20,7 @@ from tests.parallel.test_miniature import SERVE, answers, requests
 from tests.ranks import Ranks
 
 FULL = os.environ.get("FULL_EVALUATION") == "1"
-ALONE_EVERY, SPLIT_EVERY = (1, 1) if FULL else (6, 24)  # of the cases, which lie in order of their skills
+ALONE_EVERY, SPLIT_EVERY = (1, 1) if FULL else (9, 36)  # of the cases, which lie in order of their skills
 POINTS = 0.02  # of accuracy that a sibling may lose in a skill
 # Logits, below which a lead is up to rounding. Where keys and values are rounded to e4m3, a difference in the last bit
 # of one can become one of a sixteenth of it.

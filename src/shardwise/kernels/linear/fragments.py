@@ -249,6 +249,22 @@ def _loaded(pointer, at, columns, k0, ok, LIMIT: gl.constexpr, WHOLE: gl.constex
 
 
 @gluon.jit
+def _input(
+    x, at, k_K, k0, ok, VALUES: gl.constexpr, K: gl.constexpr, EVEN: gl.constexpr, SPLITS: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Values k0 and on of the tokens as the right operand [S, K, T], in the order of the weights."""
+    if EVEN:  # noqa: SIM108 (what is read for no token stays in its column)
+        x_SKT = gl.load(x + (at + k0), mask=ok)
+    else:
+        x_SKT = gl.load(x + (at + k0), mask=ok & (k_K + k0 < K), other=0)
+    if VALUES > 2:
+        x_SKT = gl.reshape(x_SKT, (SPLITS, BK // VALUES, 2, VALUES // 2, BT))
+        x_SKT = gl.reshape(gl.permute(x_SKT, (0, 1, 3, 2, 4)), (SPLITS, BK, BT))
+    return gl.convert_layout(x_SKT, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
 def fragment_products(
     x, x_at_T, ok_T, value, fine, expert, o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr,
     BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
@@ -295,14 +311,7 @@ def fragment_products(
     acc = gl.zeros((SPLITS, BM, BT), gl.float32, layout=PRODUCT)
     acc2 = acc
     for k0 in range(0, PART, BK):
-        if EVEN:  # what is read for no token stays in its column
-            x_SKT = gl.load(x + (x_at + k0), mask=x_ok)
-        else:
-            x_SKT = gl.load(x + (x_at + k0), mask=x_ok & (k_K + k0 < K), other=0)
-        if VALUES > 2:  # in the order of the weights
-            x_SKT = gl.reshape(x_SKT, (SPLITS, BK // VALUES, 2, VALUES // 2, BT))
-            x_SKT = gl.reshape(gl.permute(x_SKT, (0, 1, 3, 2, 4)), (SPLITS, BK, BT))
-        x_SKT = gl.convert_layout(x_SKT, RIGHT, assert_trivial=True)
+        x_SKT = _input(x, x_at, k_K, k0, x_ok, VALUES, K, EVEN, SPLITS, BT, BK, RIGHT)
         w, w2, s, s2 = next_w, next2_w, next_s, next2_s
         n1, g1, more = (k0 + BK) // VALUES, (k0 + BK) // GRAIN, k0 + BK < PART
         next_w = _loaded(value, at, n_N, n1, ok, WORDS, WHOLE, more)
