@@ -39,7 +39,6 @@ from shardwise.kernels.linear.tiles import (
 from shardwise.kernels.overlap import after_previous, let_next_come
 
 VALUES = {0: 2, 1: 4, 3: 8}  # of a word, by kind
-ROW_TILE = 16  # of an instruction
 
 
 class Fragments(NamedTuple):
