@@ -10,6 +10,7 @@ Legend: M rows, T tokens, K values of `in` of a step, N words of it, G groups of
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false
 
 from typing import NamedTuple
 
