@@ -147,7 +147,7 @@ def slotted_if_short(decision: Decision) -> Decision:
         return decision
     load, exact = decision.problem.load, not decision.problem.needs.reserve_bytes
     asked = msgspec.structs.replace(decision.asked, experts="offload")
-    other = choose_for(asked, decision.machine, kind, load.requests, exact)
+    other = choose_for(asked, decision.machine, kind, int(load.requests), exact)
     return decision if shortage(other) else other
 
 
