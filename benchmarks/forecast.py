@@ -23,7 +23,7 @@ from shardwise.parallel.probe import STREAMED
 HERE = Path(__file__).parent
 RESULTS = ("speed-bf16", "speed-bf16-2gpu", "speed-fp8", "speed-nvfp4")
 H200 = Device("NVIDIA H200", 150_109_880_320, 4.21e12 * STREAMED, 8.4e14)  # what the probe found there
-LINK = Link(8e-6, 2.84e11)  # between two; of `--comm auto` some 8 us, as given to us; the probe found 17.8 for NCCL
+LINK = Link(17.8e-6, 2.84e11)  # likewise, between two
 CONTEXT_TOKENS = 128 + (32 + 256) // 2  # of a request, on average
 
 

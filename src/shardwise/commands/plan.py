@@ -292,8 +292,7 @@ def decision_of(serve: ServeConfig, memory_text: str, requests: int, hardware: H
         machine = machine_of(msgspec.structs.replace(serve, gpu=("0",)), kind, hardware)
     if machine is None:
         return choose_for(serve, plain_machine(serve, ""), kind, requests or 1, exact=True)
-    known = machine if machine.known else hardware.measured(machine.devices, serve.comm)
-    return choose_for(serve, known, kind, requests or 1)
+    return choose_for(serve, machine if machine.known else hardware.measured(machine.devices), kind, requests or 1)
 
 
 def run(args: argparse.Namespace, serve: ServeConfig, hardware: Hardware | None = None) -> int:

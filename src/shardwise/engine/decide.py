@@ -32,7 +32,7 @@ class Hardware:
     """How this machine's GPUs are asked: all of them, and some of them measured."""
 
     listed: Callable[[], Sequence[Device]] = lambda: probe.ask().devices
-    measured: Callable[[Sequence[Device], str], Machine] = probe.measured  # and what ranks talk over
+    measured: Callable[[Sequence[Device]], Machine] = probe.measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def machine_of(serve: ServeConfig, kind: str, hardware: Hardware) -> Machine | N
         )
     machine = Machine(chosen)
     settled = bool(serve.ratio) or (machine.uniform and serve.ranks > 0) or count == 1
-    return machine if settled else hardware.measured(chosen, serve.comm)
+    return machine if settled else hardware.measured(chosen)
 
 
 def problem_of(serve: ServeConfig, made: Blueprint, requests: int = 1, exact: bool = False) -> Problem:

@@ -1,8 +1,7 @@
 """Which GPUs there are and how fast they read and multiply, found by a child process that leaves no context behind.
 
-`python -m shardwise.parallel.probe COMM [INDEX ...]` prints a Report as JSON: all GPUs, and measurements of the given
-ones, in some seconds on the devices. COMM is what ranks talk over, of which the latency is taken.
-The caller's process never touches a GPU.
+`python -m shardwise.parallel.probe [INDEX ...]` prints a Report as JSON: all GPUs, and measurements of the given ones,
+in about two seconds on the devices. The caller's process never touches a GPU.
 """
 
 import subprocess
@@ -11,14 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import msgspec
 import torch
 
 from shardwise.config import ConfigError, launcher_environment
 from shardwise.parallel.devices import FLOPS_A_BYTE, KERNEL_S, UNKNOWN, Device, Link, Machine
-from shardwise.parallel.rank_probe import Choice, WaitingRanks
 
 READ_BYTES = 1 << 30  # far more than any cache holds
 MATMUL_SIDE = 4096
@@ -50,12 +47,9 @@ def decoded(line: str) -> Report:
     return msgspec.msgpack.decode(bytes.fromhex(line), type=Report)
 
 
-def ask(indices: Sequence[int] = (), comm: str = "auto") -> Report:
-    """The GPUs of this machine, those of `indices` measured for ranks that talk over `comm`.
-
-    Raises ProbeError if they cannot be asked.
-    """
-    command = [sys.executable, "-m", "shardwise.parallel.probe", comm, *map(str, indices)]
+def ask(indices: Sequence[int] = ()) -> Report:
+    """The GPUs of this machine, those of `indices` measured. Raises ProbeError if they cannot be asked."""
+    command = [sys.executable, "-m", "shardwise.parallel.probe", *map(str, indices)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=launcher_environment(1), check=False
@@ -69,9 +63,9 @@ def ask(indices: Sequence[int] = (), comm: str = "auto") -> Report:
         raise ProbeError(f"the GPUs could not be probed: {cause}; give --gpu-spec or --device-profile") from None
 
 
-def measured(devices: Sequence[Device], comm: str = "auto") -> Machine:
-    """`devices`, of this machine, with what a probe measures of them and of what ranks talk over, `comm`."""
-    report = ask(sorted({device.index for device in devices if device.index is not None}), comm)
+def measured(devices: Sequence[Device]) -> Machine:
+    """`devices`, of this machine, with what a probe measures of them."""
+    report = ask(sorted({device.index for device in devices if device.index is not None}))
     by_index = {device.index: device for device in report.devices}
     # What others hold was found before, when this machine's own child held nothing yet.
     found = tuple(replace(by_index[device.index], held_bytes=device.held_bytes) for device in devices)
@@ -143,15 +137,8 @@ def small_kernels(device: torch.device) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def link(indices: Sequence[int], comm: Choice, ranks: WaitingRanks) -> Link:
-    """What ranks on the GPUs `indices` will find: small sums by what `comm` comes to, large ones by NCCL."""
-    found = library_link(indices)
-    own_s = ranks.latency_s(indices, comm)
-    return found if own_s is None else replace(found, latency_s=own_s)
-
-
-def library_link(indices: Sequence[int]) -> Link:
-    """What an all-reduce over the GPUs `indices` takes by NCCL, all in this one process."""
+def link(indices: Sequence[int]) -> Link:
+    """What an all-reduce over the GPUs `indices` takes, by the library that ranks use, all in this one process."""
     import torch.cuda.nccl as nccl
 
     seconds = list[float]()
@@ -175,26 +162,19 @@ def library_link(indices: Sequence[int]) -> Link:
 
 
 def main(arguments: Sequence[str]) -> int:
-    comm, wanted = arguments[0], sorted({int(text) for text in arguments[1:]})
-    ranks = WaitingRanks(len(wanted)) if len(wanted) > 1 else None  # first of all: see there
-    try:
-        report = found(wanted, cast(Choice, comm), ranks)
-    finally:
-        if ranks is not None:
-            ranks.close()
+    wanted = sorted({int(text) for text in arguments})
+    if not torch.cuda.is_available():
+        report = Report([])
+    else:
+        devices = listed()
+        devices = [measure(device) if device.index in wanted else device for device in devices]
+        try:
+            between = link(wanted) if len(wanted) > 1 else None
+        except RuntimeError:
+            between = None  # a guess will do
+        report = Report(devices, between)
     sys.stdout.write(encoded(report) + "\n")
     return 0
-
-
-def found(wanted: Sequence[int], comm: Choice, ranks: WaitingRanks | None) -> Report:
-    """All GPUs, with measurements of those in `wanted`."""
-    if not torch.cuda.is_available():
-        return Report([])
-    devices = [measure(device) if device.index in wanted else device for device in listed()]
-    try:
-        return Report(devices, link(wanted, comm, ranks) if ranks is not None else None)
-    except RuntimeError:
-        return Report(devices)  # a guess will do
 
 
 if __name__ == "__main__":
