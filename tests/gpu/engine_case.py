@@ -84,24 +84,42 @@ def speed(
     return figures
 
 
-def profile(leader: Leader, batch: int) -> str:
-    """Where the GPU's time goes in decode steps of `batch` requests: kernels by their sum."""
+def profile(leader: Leader, batch: int, steps: int = 12) -> str:
+    """What each kernel adds to a decode step of `batch` requests, over the last `steps`.
+
+    Kernels may begin before the one before them has ended, so what one adds is from the last end before it to its own.
+    """
     vocab, noise = leader.rank.made.model.vocab_size, random.Random(1)
     requests = [([noise.randrange(vocab) for _ in range(128)], 24) for _ in range(batch)]
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as traced:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
         generate(leader, requests)
-    table = traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=60)
-    return f"{idle(traced)}\n{table}"
+    spans = spans_of(traced)
+    ends = [n for n, (_, _, name) in enumerate(spans) if "part_likeliest" in name]
+    kept = spans[ends[-steps - 1] + 1 : ends[-1] + 1] if len(ends) > steps else spans
+    reached, added, counts = kept[0][0], dict[str, float](), dict[str, int]()
+    for _, end, name in kept:
+        short = name[:60]
+        added[short] = added.get(short, 0.0) + max(0.0, end - reached)
+        counts[short] = counts.get(short, 0) + 1
+        reached = max(reached, end)
+    lines = [f"{idle(spans)}; a step takes {(reached - kept[0][0]) / steps:.0f} us"]
+    for name, us in sorted(added.items(), key=lambda pair: -pair[1])[:28]:
+        each_us, times = us / counts[name], counts[name] / steps
+        lines.append(f"{us / steps:8.1f} us a step, {each_us:7.2f} of one x {times:6.1f}  {name}")
+    return "\n".join(lines)
 
 
-def idle(traced: torch.profiler.profile) -> str:
+def spans_of(traced: torch.profiler.profile) -> list[tuple[float, float, str]]:
+    """Beginning and end in microseconds, and name, of all that the GPU did, in order."""
+    on_gpu = [each for each in traced.events() or [] if each.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted((each.time_range.start, each.time_range.end, each.name) for each in on_gpu)
+
+
+def idle(spans: list[tuple[float, float, str]]) -> str:
     """How much of the time of decode steps the GPU does nothing: between steps, and in all.
 
     What comes after a copy from the host, or before one, is between steps; the first fifth (prefill) is left out.
     """
-    on_gpu = [each for each in traced.events() or [] if each.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((each.time_range.start, each.time_range.end, each.name) for each in on_gpu)
     spans = spans[len(spans) // 5 :]
     reached, between, within, last = spans[0][1], 0.0, 0.0, spans[0][2]
     for start, end, name in spans[1:]:
@@ -188,11 +206,11 @@ def main() -> None:
     todo = {"answers": answers, "pictures": picture_answers}
     result["result"] = todo[args.what](leader) if args.what in todo else speed(leader, args.batches, args.contexts)
     result["took_s"] = time.monotonic() - begin_s
-    if args.profile:
-        tables = [f"batch {batch}\n{profile(leader, batch)}" for batch in args.profile]
-        args.out.with_suffix(".profile.txt").write_text("\n".join(tables))
-    leader.stop()
     args.out.write_text(json.dumps(result))
+    for batch in args.profile:
+        with args.out.with_suffix(".profile.txt").open("a") as file:
+            file.write(f"batch {batch}: {profile(leader, batch)}\n")
+    leader.stop()
 
 
 if __name__ == "__main__":
