@@ -5,7 +5,9 @@
 A slower rank is made by running every operation that reads weights, states or keys several times over, each time with
 those of another layer, so that k times the bytes come from memory and not from a cache: a card of a k-th of the speed.
 Both ranks repeat `BASE` times, which takes the H200 to the speed of a common card, where bytes count for more than the
-link. The split is what the search chooses for two such cards, from the probe's figures and nothing else.
+link. A repeated kernel takes its launch and its waits k times, too, which a slower card does not: least where kernels
+are large, so that the pairs are made of the dense 27B, and of 35B-A3B beside it. The split is what the search chooses
+for two such cards, from the probe's figures and nothing else.
 
 First every rank of every case compiles its kernels, all at once, each in a process without peers; then one group of two
 runs the cases in turn. It writes $OUT/unequal.json after each case, and prints one table last.
@@ -22,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,15 +48,15 @@ from shardwise.parallel.devices import Device, Link, Machine
 from shardwise.shard import local_bytes
 from tests.gpu.engine_case import timed
 
-GEOMETRY = Path(__file__).parent / "geometry" / "qwen3.6-35b-a3b"
+GEOMETRY = Path(__file__).parent / "geometry"
+DENSE, EXPERTS = "qwen3.5-27b", "qwen3.6-35b-a3b"
 PROMPT_TOKENS, SHORT, LONG = 128, 16, 64
 LAYERS, COMPILE_LAYERS = 8, 4  # of 40: every stage is there, and loading is quick
 BASE = 2  # repeats on every rank of an unequal pair
-REPEATED_KERNELS = 0.9  # of all kernels of a step
+REPEATED_KERNELS = 0.7  # of all kernels of a step: not norms, choices of experts, what is between ranks
 COMPILE_SECONDS, GROUP_SECONDS = 75, 150
-BATCH = 64  # of an unequal pair: nearly all experts are read
+BATCHES = {DENSE: 8, EXPERTS: 64}  # of an unequal pair; 64 read nearly all experts
 EVEN = {"even": (1.0, 1.0), "5:3": (5.0, 3.0), "3:1": (3.0, 1.0)}
-BETWEEN = ("nccl", "one_shot", "symm_mem")  # in names of kernels that wait for peers
 
 
 @dataclass
@@ -63,15 +66,16 @@ class Case:
     name: str
     ratio: tuple[float, ...] = ()
     group_ratios: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    batches: tuple[int, ...] = (BATCH,)
+    model: str = EXPERTS
+    batches: tuple[int, ...] = (64,)
     repeats: tuple[int, ...] = (1, 1)
 
 
-def geometry(folder: Path, layers: int) -> Path:
-    """A copy of the 35B-A3B geometry with the first `layers` layers."""
-    path = folder / f"layers{layers}"
+def geometry(folder: Path, layers: int, model: str = EXPERTS) -> Path:
+    """A copy of the model's geometry with the first `layers` layers."""
+    path = folder / f"{model}-layers{layers}"
     if not (path / "config.json").exists():  # ranks find it there
-        raw = json.loads((GEOMETRY / "config.json").read_text())
+        raw = json.loads((GEOMETRY / model / "config.json").read_text())
         raw["text_config"]["num_hidden_layers"] = layers
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(raw))
@@ -80,7 +84,7 @@ def geometry(folder: Path, layers: int) -> Path:
 
 def serve_config(case: Case, folder: Path, layers: int = LAYERS) -> ServeConfig:
     return ServeConfig(
-        model=str(geometry(folder, layers)), load_format="dummy", ranks=2, ratio=case.ratio,
+        model=str(geometry(folder, layers, case.model)), load_format="dummy", ranks=2, ratio=case.ratio,
         group_ratios=case.group_ratios, max_model_len=1024, kv_tokens=128 * 256, max_num_seqs=max(case.batches),
     )  # fmt: skip
 
@@ -138,27 +142,6 @@ def compile_main(case: Case, rank: int, folder: Path) -> None:
         timed(leader, [(prompt, 3) for prompt in prompts(batch)], temperature=1.0)
 
 
-def busy(one: Rank, leader: Leader | None) -> dict[str, float]:
-    """Milliseconds of this rank's kernels in a decode step, the longest by name; those that wait for peers apart.
-
-    From two lengths, so that prompts do not count.
-    """
-    sums = list[dict[str, float]]()
-    for new in (1, 1 + SHORT):
-        with torch.profiler.profile() as traced:
-            if leader is None:
-                one.runner.follow()
-            else:
-                timed(leader, [(prompt, new) for prompt in prompts(BATCH)], temperature=1.0)
-                leader.stop()
-            torch.cuda.synchronize()
-        sums.append({each.key: each.self_device_time_total / 1e3 for each in traced.key_averages()})
-    each_ms = {name: (ms - sums[0].get(name, 0.0)) / SHORT for name, ms in sums[1].items()}
-    own = {name: ms for name, ms in each_ms.items() if not any(part in name for part in BETWEEN)}
-    largest = sorted(own.items(), key=lambda item: -item[1])[:12]
-    return {"own_ms": sum(own.values()), "with_peers_ms": sum(each_ms.values()) - sum(own.values()), **dict(largest)}
-
-
 def group_main(cases: list[Case], folder: Path) -> None:
     """One rank of all cases in turn; each rank writes what it measured after each."""
     env = rank_environment()
@@ -175,11 +158,8 @@ def group_main(cases: list[Case], folder: Path) -> None:
         else:
             found["steps_s"] = {batch: decode_s(leader, batch) for batch in case.batches}
             leader.stop()
-        out = folder / f"case{number}.rank{env.rank}.json"
-        out.write_text(json.dumps(found))
-        if max(case.repeats) > 1:
-            found["busy"] = busy(one, leader)
-        out.write_text(json.dumps(found | {"took_s": time.monotonic() - begin_s}))
+        found["took_s"] = time.monotonic() - begin_s
+        (folder / f"case{number}.rank{env.rank}.json").write_text(json.dumps(found))
         del one, leader
         gc.collect()
         torch.cuda.empty_cache()
@@ -215,12 +195,11 @@ def spawn(*arguments: str, launcher: Sequence[str] = (), **environment: str) -> 
 def run(chosen: list[Case], folder: Path) -> dict[str, dict[str, Any]]:
     """Compile, then measure; by the case's name what both ranks found."""
     begin_s, shapes = time.monotonic(), dict[str, Case]()
-    geometry(folder, COMPILE_LAYERS)
     for case in chosen:  # those of one split have the same shapes
-        other = shapes.setdefault(repr((case.ratio, case.group_ratios)), case)
-        shapes[repr((case.ratio, case.group_ratios))] = replace(
-            case, batches=tuple(sorted({*case.batches, *other.batches}))
-        )
+        geometry(folder, COMPILE_LAYERS, case.model)
+        key = repr((case.model, case.ratio, case.group_ratios))
+        other = shapes.setdefault(key, case)
+        shapes[key] = replace(case, batches=tuple(sorted({*case.batches, *other.batches})))
     jobs = [spawn("compile", "--cases", json.dumps([asdict(case)]), "--rank", str(rank), "--folder", str(folder),
                   OMP_NUM_THREADS="2") for case in shapes.values()
         for rank in range(2)]  # fmt: skip
@@ -264,51 +243,52 @@ def predicted(case: Case, batch: int, machine: Machine, folder: Path) -> Forecas
     return problem_of(serve, made).anatomy.forecast(made.partitions, emulated(machine, case.repeats), load)
 
 
-def balanced(repeats: tuple[int, int], machine: Machine, folder: Path) -> dict[str, tuple[float, ...]]:
-    """The ratios that the search chooses for an emulated pair."""
-    serve = msgspec.structs.replace(serve_config(Case(""), folder), objective="speed")
-    problem = problem_of(serve, building.blueprint(serve, "cuda"), BATCH)
-    problem = replace(problem, load=Load(BATCH, PROMPT_TOKENS + (SHORT + LONG) // 2))
-    return choose(problem, emulated(machine, repeats), all_of_them=True).best.ratios()
+def balanced(even: Case, machine: Machine, folder: Path) -> dict[str, tuple[float, ...]]:
+    """The ratios that the search chooses for the emulated pair of `even`."""
+    serve = msgspec.structs.replace(serve_config(even, folder), objective="speed", ratio=())
+    problem = problem_of(serve, building.blueprint(serve, "cuda"), even.batches[0])
+    problem = replace(problem, load=Load(even.batches[0], PROMPT_TOKENS + (SHORT + LONG) // 2))
+    return choose(problem, emulated(machine, even.repeats), all_of_them=True).best.ratios()
 
 
 def all_cases(machine: Machine, folder: Path) -> list[Case]:
     """All starts: the unequal pairs first, then memory and prediction by ratio."""
     found = list[Case]()
-    for times in (2, 4):
-        repeats = (BASE, BASE * times)
-        found.append(Case(f"slow x{times} even", (1.0, 1.0), repeats=repeats))
-        found.append(Case(f"slow x{times} balanced", (), balanced(repeats, machine, folder), repeats=repeats))
+    for model, batch in BATCHES.items():
+        for times in (2, 4):
+            name, repeats = f"{model} slow x{times}", (BASE, BASE * times)
+            even = Case(f"{name} even", (1.0, 1.0), model=model, batches=(batch,), repeats=repeats)
+            ratios = balanced(even, machine, folder)
+            found += [even, replace(even, name=f"{name} balanced", ratio=(), group_ratios=ratios)]
     return found + [Case(f"two {name}", ratio) for name, ratio in EVEN.items()]
 
 
 def table(results: Mapping[str, dict[str, Any]], machine: Machine, folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Lines to print, and the verdicts behind them."""
-    lines, errors = ["configuration          batch  step ms  predicted  error   busy ms of the ranks"], list[float]()
+    lines, errors = [f"{'configuration':36} batch  step ms  predicted  error   of which ranks are busy"], list[float]()
     verdicts, guesses = dict[str, Any](), dict[str, float]()
     for name, found in results.items():
         for batch, step_s in found.get("steps_s", {}).items():
             guess = predicted(Case(**found["case"]), int(batch), machine, folder)
             guesses[name] = guess.step_s
             errors.append(abs(guess.step_s / step_s - 1))
-            own = [each["busy"]["own_ms"] for each in found["ranks"] if "busy" in each]
             lines.append(
-                f"{name:22} {batch:>5} {1e3 * step_s:8.3f} {1e3 * guess.step_s:10.3f} {guess.step_s / step_s - 1:+6.1%}"
-                + "   " + (", ".join(f"{ms:.2f}" for ms in own) + "; " if own else "")
-                + "predicted " + ", ".join(f"{1e3 * s:.2f}" for s in guess.busy_s)
-            )  # fmt: skip
+                f"{name:36} {batch:>5} {1e3 * step_s:8.3f} {1e3 * guess.step_s:10.3f} {guess.step_s / step_s - 1:+6.1%}"
+                f"   {', '.join(f'{1e3 * s:.2f}' for s in guess.busy_s)}"
+            )
     verdicts["configurations"], verdicts["median_error"] = len(errors), median(errors) if errors else None
     lines.append(f"cost model: {len(errors)} configurations, median error {median(errors or [9]):.1%} (<= 15 % asked)")
-    for times, asked in ((2, 1.3), (4, 1.6)):
-        even, best = (results.get(f"slow x{times} {kind}", {}) for kind in ("even", "balanced"))
+    for model, (times, asked) in product(BATCHES, ((2, 1.3), (4, 1.6))):
+        pair = f"{model} slow x{times}"
+        even, best = (results.get(f"{pair} {kind}", {}) for kind in ("even", "balanced"))
         if even.get("steps_s") and best.get("steps_s"):
             (a,), (b,) = even["steps_s"].values(), best["steps_s"].values()
-            hoped = guesses[f"slow x{times} even"] / guesses[f"slow x{times} balanced"]
-            verdicts[f"gain_x{times}"], verdicts[f"predicted_gain_x{times}"] = a / b, hoped
+            hoped = guesses[f"{pair} even"] / guesses[f"{pair} balanced"]
+            verdicts[f"{pair} gain"], verdicts[f"{pair} predicted"] = a / b, hoped
             lines.append(
-                f"one rank {times} x slower: balanced does {a / b:.2f} x the even split's speed (>= {asked} asked), "
-                f"predicted {hoped:.2f}, {hoped / (a / b) - 1:+.1%} off; its step is predicted "
-                f"{guesses[f'slow x{times} balanced'] / b - 1:+.1%} off (10 % asked)"
+                f"{model}, one rank {times} x slower: balanced does {a / b:.2f} x the even split's speed (>= {asked} "
+                f"asked), predicted {hoped:.2f}, {hoped / (a / b) - 1:+.1%} off; its step is predicted "
+                f"{guesses[f'{pair} balanced'] / b - 1:+.1%} off (10 % asked)"
             )
             lines.append("   " + "; ".join(f"{k} {':'.join(f'{n:g}' for n in each)}"
                          for k, each in best["case"]["group_ratios"].items()))  # fmt: skip
