@@ -13,6 +13,7 @@ compares copies alone, in graphs and without, with hybrid. The process ends itse
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import logging
@@ -216,7 +217,10 @@ def speed(one: Rank, serve: ServeConfig, ready_s: float, batches: list[int], car
     return found
 
 
-def modes(env: RankEnvironment, serve: ServeConfig, batches: list[int]) -> dict[str, Any]:
+WAYS: dict[str, dict[str, Any]] = {"offload": {}, "ungraphed": {"graphs": False}, "hybrid": {"experts": "hybrid"}}
+
+
+def modes(env: RankEnvironment, serve: ServeConfig, batches: list[int], names: Sequence[str]) -> dict[str, Any]:
     """Decode with copies alone, in graphs and without, and with misses divided between copies and the CPU."""
     found, banks = dict[str, Any](), list[tuple[Banks, bool]]()
 
@@ -224,11 +228,8 @@ def modes(env: RankEnvironment, serve: ServeConfig, batches: list[int]) -> dict[
         banks.extend([] if banks else [made_banks(*args)])
         return banks[0]
 
-    ways: dict[str, dict[str, Any]] = {
-        "offload": {}, "offload without graphs": {"graphs": False}, "hybrid": {"experts": "hybrid"},
-    }  # fmt: skip
-    for name, changes in ways.items():
-        chosen = msgspec.structs.replace(serve, **changes)
+    for name in names:
+        chosen = msgspec.structs.replace(serve, **WAYS[name])
         with mock.patch("shardwise.engine.experts.load_banks", once):
             one = build_rank(chosen, env)
         leader = Leader(one, chosen)
@@ -317,12 +318,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=int, default=110)
     parser.add_argument("--runs", nargs="*", default=["resident", "offload", "resized", "hybrid"], help="of answers")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="of modes")
     parser.add_argument("--every", type=int, default=1, help="of the cases")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     for name, value in (("device", "auto"), ("kernels", "auto"), ("experts", "offload"), ("ratio", "")):
         parser.add_argument(f"--{name}", default=value)
     args = parser.parse_args()
     signal.alarm(args.limit_s)  # whose default action is the end
+    faulthandler.dump_traceback_later(args.limit_s - 2)
     die_with_parent(os.getppid())  # or a rank whose peer is gone would keep its GPU busy
     env = rank_environment()
     assert env is not None, "start it with torch.distributed.run"
@@ -343,7 +346,7 @@ def main() -> None:
     )  # fmt: skip
     if args.what == "modes":
         logging.basicConfig(level=logging.INFO)  # what was measured for the choice
-        finish(args, modes(env, serve, args.batches))
+        finish(args, modes(env, serve, args.batches, args.ways))
         return
     with mock.patch("shardwise.engine.experts.load_banks", made_banks):
         one = build_rank(serve, env)
