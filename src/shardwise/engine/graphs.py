@@ -22,18 +22,21 @@ LENGTHS = (4096, 32768, 262144)  # tokens; a graph's launch grids are made for i
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a graph reads from: wide_3B int64 (token or -row, position, KV slot); narrow_X int32, seen through seqs."""
+    """Where a graph reads from: all in one buffer, so that one copy fills it.
 
+    wide_3B: int64, token or -row, position, KV slot; what follows it is int32, seen through seqs.
+    """
+
+    words_X: torch.Tensor  # int32
     wide_3B: torch.Tensor
-    narrow_X: torch.Tensor
     seqs: Sequences
 
     @classmethod
     def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
-        pages = -(-length // page_tokens)
-        wide_3B = torch.zeros(3, size, dtype=torch.int64, device=device)
-        narrow_X = torch.zeros(size * (2 + pages), dtype=torch.int32, device=device)
-        context_S, rows_S, pages_X = narrow_X.split((size, size, size * pages))
+        pages, wide = -(-length // page_tokens), cls.wide_words(size)
+        words_X = torch.zeros(wide + size * (2 + pages), dtype=torch.int32, device=device)
+        wide_X, context_S, rows_S, pages_X = words_X.split((wide, size, size, size * pages))
+        wide_3B = wide_X[: 6 * size].view(torch.int64).view(3, size)
         seqs = Sequences(
             starts_S1=torch.arange(size + 1, dtype=torch.int32, device=device),
             context_S=context_S,
@@ -44,7 +47,12 @@ class Inputs:
             max_query=1,
             max_length=length,
         )
-        return cls(wide_3B, narrow_X, seqs)
+        return cls(words_X, wide_3B, seqs)
+
+    @staticmethod
+    def wide_words(size: int) -> int:
+        """Words of wide_3B, up to where the next are aligned to 16 bytes, by which kernels are compiled."""
+        return -(-6 * size // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -93,16 +101,16 @@ class DecodeGraphs:
         count = len(chunks)
         rows = np.fromiter((chunk.row for chunk in chunks), np.int64, count)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
-        wide = np.zeros((3, size), np.int64)
+        first = Inputs.wide_words(size)
+        words = np.zeros(first + size * (2 + pages), np.int32)
+        wide, narrow = words[: 6 * size].view(np.int64).reshape(3, size), words[first:]
         wide[0, :count] = [chunk.tokens[0] if chunk.tokens else -chunk.row for chunk in chunks]
         wide[1, :count] = starts + np.fromiter((chunk.shift for chunk in chunks), np.int64, count)
         wide[2, :count] = self.tables.slots(rows, starts)
-        narrow = np.zeros(size * (2 + pages), np.int32)
         narrow[:count] = starts
         narrow[size : size + count] = rows
         narrow[2 * size :].reshape(size, pages)[:count] = self.tables.pages[rows, :pages]
-        for host, device in ((wide, inputs.wide_3B), (narrow, inputs.narrow_X)):
-            device.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+        inputs.words_X.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
 
     def _get(self, size: int, length: int) -> Captured:
         if (size, length) not in self.captured:

@@ -136,6 +136,7 @@ class Runner:
         self.last_tokens = torch.zeros(len(tables.counts), dtype=torch.int64, device=ctx.device)
         self.offload = offload  # experts that are not on the device
         self.graphs: DecodeGraphs | None = None
+        self._committed: tuple[list[int], torch.Tensor] = [], self.last_tokens[:0]  # rows of the last commit
 
     def capture(self) -> None:
         """Make decode steps graphs; every rank at the same time."""
@@ -232,8 +233,9 @@ class Runner:
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
         """Give the ids that the first rank sampled for `rows` to every rank, as their last tokens."""
         tokens_L = self.ctx.comm.broadcast(tokens_L)
-        (rows_L,) = to_device([rows], np.int64, self.ctx.device)
-        self.last_tokens[rows_L] = tokens_L
+        if rows != self._committed[0]:
+            self._committed = list(rows), to_device([rows], np.int64, self.ctx.device)[0]
+        self.last_tokens[self._committed[1]] = tokens_L
 
     def follow(self) -> None:
         """Any other rank: do what the first rank plans until it says stop."""

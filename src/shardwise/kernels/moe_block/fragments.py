@@ -36,6 +36,7 @@ from shardwise.kernels.moe_block.matched import COMBINE_BLOCK, matched_combine_k
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 8  # up to so many, a tile has a column for every token, and pairs need no sort
+SMALL_STEP_TOKENS = 32  # beyond, shorter steps of NVFP4's down leave room for more programs
 RANKED_ROWS, RANKED_STEP = 32, 1024  # pairs of a program, and what they are compared with at a time
 
 
@@ -217,18 +218,16 @@ def fragment_down_kernel(
 
 
 def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
-    """Rows and steps so that each thread has some 32 to 64 bytes under way; few tokens, which make few programs, part
-    `in`."""
+    """Rows and steps so that each thread has some 64 to 128 bytes under way, as measured on an H200."""
     found = tuning.choice(gpu, "fragments", [of.layout], tokens)
     if found:
         return Fragments(*found)
     step, run = steps_of(of)
-    fp8 = of.kind == FP8.value
-    if not up:
-        return Fragments(128 if fp8 else 64, step, run, 4)
-    if fp8:
-        return Fragments(16, step, run, 4, 4) if tokens <= 64 else Fragments(16, step, run, 2, 2)
-    return Fragments(16, step, run, 2, 2) if tokens <= MATCHED_TOKENS else Fragments(32, step, run, 2)
+    if of.kind == FP8.value:
+        return Fragments(16, step, run, 2, 2) if up else Fragments(128, step, run, 4)
+    if up or tokens <= SMALL_STEP_TOKENS:
+        return Fragments(32, step, run, 2)
+    return Fragments(64, *steps_of(of, 2), 4)
 
 
 def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
