@@ -156,9 +156,8 @@ def bench_route(form: str, tokens: int, pdl: bool, ranks: int = 1) -> Iterator[B
 
     def fused(i: int, module: Any = block):
         if ranks > 1:
-            one = linears if module is block else linears_reference
-            logits = one.linears(x, [router[i]], [torch.float32], **extra(one, pdl))[0]
-            return [moe.route(logits[:, :-1], 8)[0], logits[:, -1:]]
+            weights, _, gate = module.route_linears(x, [router[i]], 8, **extra(module, pdl))
+            return [weights, gate]
         normed, total, weights, _, gate = module.norm_route(
             added, residual, factor, EPS, [router[i]], 8, arrivals, **extra(module, pdl)
         )

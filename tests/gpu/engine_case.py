@@ -9,6 +9,7 @@ made-up weights.
 
 import argparse
 import json
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -184,6 +185,9 @@ def main() -> None:
     env = rank_environment()
     assert env is not None, "start it with torch.distributed.run"
     begin_s = time.monotonic()
+    logging.basicConfig(
+        level=logging.INFO if env.rank == 0 else logging.WARNING, format="%(relativeCreated)d %(message)s"
+    )
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
         overlap=args.overlap, comm=args.comm, max_num_batched_tokens=args.step_tokens,

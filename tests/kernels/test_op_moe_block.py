@@ -37,6 +37,9 @@ def test_norm_route(tokens, experts, top_k, with_added, device):
         for n in (0, 2, 4):
             assert got[n].dtype == expected[n].dtype
             torch.testing.assert_close(got[n], expected[n], rtol=2e-5, atol=2e-5)
+        weights, ids, gate = fast.route_linears(expected[0], [router], top_k)
+        assert torch.equal(ids, expected[3])
+        torch.testing.assert_close((weights, gate), (expected[2], expected[4]), rtol=2e-5, atol=2e-5)
 
 
 def test_equal_and_broken_logits(device):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shardwise.config import ConfigError
 from shardwise.parallel import connect as connecting
+from shardwise.parallel import peers
 from shardwise.parallel.comm import Alone, TorchCommunicator
 from shardwise.parallel.connect import WrongAnswer, connect, prove, within
 from shardwise.parallel.peers import hindrance
@@ -35,20 +36,20 @@ def test_nccl_bindings_are_refused_on_a_cpu(ranks):
 
 
 def agreed_bytes(rank: int, world: int, group: dist.ProcessGroup) -> int:
-    """Up to which size a communicator wins that is faster to 256 KiB on the first rank and to 64 KiB on the others."""
+    """Up to which size a communicator wins that is faster to 64 KiB on the first rank and to 16 KiB on the others."""
     one, other = TorchCommunicator(group, group), TorchCommunicator(group, group)
 
     def microseconds(comm: TorchCommunicator, x: torch.Tensor) -> float:
         comm.minimum(0)  # as any measurement, it needs all ranks
-        return float(comm is one and x.nbytes > (262144 if rank == 0 else 65536)) + 0.5 * float(comm is other)
+        return float(comm is one and x.nbytes > (65536 if rank == 0 else 16384)) + 0.5 * float(comm is other)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connecting, "graph_microseconds", microseconds)
-        return connecting.winning_bytes(one, other, CPU)
+        return connecting.winning_bytes(one, other, CPU, 1 << 20)
 
 
 def test_ranks_agree_on_the_sizes_at_which_peers_win(ranks):
-    assert ranks.run(2, agreed_bytes, timeout_s=20) == [65536, 65536]
+    assert ranks.run(2, agreed_bytes, timeout_s=20) == [16384, 16384]
 
 
 class Wrong(Alone):
@@ -98,3 +99,13 @@ def test_why_peers_cannot_be_read():
     assert hindrance(CPU, 2, 2) == "the device is not a GPU"
     assert "9 ranks" in hindrance(torch.device("cuda", 0), 9, 9)
     assert "several hosts" in hindrance(torch.device("cuda", 0), 4, 2)
+
+
+def test_ranks_on_one_card_do_not_wait_for_each_other_there(monkeypatch):
+    """Nor do those that another GPU does not reach."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(peers, "_reaches", lambda one, other: {one, other} != {0, 2})
+    gpu = torch.device("cuda", 0)
+    assert "share a GPU" in hindrance(gpu, 2, 2, [(0, "GPU-a"), (0, "GPU-a")])
+    assert hindrance(gpu, 2, 2, [(0, "GPU-a"), (3, "GPU-b")]) == ""
+    assert "[2]" in hindrance(gpu, 2, 2, [(0, "GPU-a"), (2, "GPU-b")])

@@ -249,7 +249,8 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     if comm is None:
         staged = len(set(serve.gpu)) < len(serve.gpu)
         one_host = environment.local_world
-        comm = connect(device, serve.comm, one_host, staged=staged) if environment.world > 1 else Alone()
+        ranks = environment.world
+        comm = connect(device, serve.comm, one_host, staged=staged, overlap=serve.overlap) if ranks > 1 else Alone()
     ctx = RankContext(
         rank=environment.rank,
         world=environment.world,

@@ -35,6 +35,7 @@ class Ops:
     linears: Callable[..., list[torch.Tensor]]
     norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
     norm_route: Callable[..., tuple[torch.Tensor, ...]]
+    route_linears: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     moe_shared: Callable[..., torch.Tensor]
     gated_delta_norm: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
@@ -79,6 +80,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         linears=linears.linears,
         norm_linears=linears.norm_linears,
         norm_route=moe_block.norm_route,
+        route_linears=moe_block.route_linears,
         moe_shared=moe_block.moe_shared,
         gated_delta_norm=delta_step.gated_delta_norm,
         embed=embedding.embed,
@@ -140,6 +142,6 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table
-    names = ("linears", "norm_linears", "norm_route", "moe_shared", "gated_delta_norm", "turn_store", "paged_attention",
-             "rms_norm", "add_rms_norm", "route")  # fmt: skip
+    names = ("linears", "norm_linears", "norm_route", "route_linears", "moe_shared", "gated_delta_norm", "turn_store",
+             "paged_attention", "rms_norm", "add_rms_norm", "route")  # fmt: skip
     return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

@@ -13,6 +13,7 @@ from shardwise.config import ModelConfig
 from shardwise.kernels.sequences import Sequences
 from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.layers.norm import declare_norm
+from shardwise.parallel.comm import Partial
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored, head_map, local_shape
 
@@ -77,7 +78,7 @@ class GatedAttention:
 
     def __call__(
         self,
-        added_TH: torch.Tensor | None,
+        added_TH: torch.Tensor | Partial | None,
         residual_TH: torch.Tensor,
         norm: Norm,
         cos_TR: torch.Tensor,

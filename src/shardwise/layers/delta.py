@@ -14,6 +14,7 @@ from shardwise.kernels.linears import Conv
 from shardwise.kernels.sequences import Sequences
 from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.layers.norm import declare_norm
+from shardwise.parallel.comm import Partial
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored, head_map
 
@@ -91,7 +92,12 @@ class GatedDeltaNet:
         self.norm, self.eps, self.ops = weights[f"{name}.norm"].plain, config.rms_norm_eps, ctx.ops
 
     def __call__(
-        self, added_TH: torch.Tensor | None, residual_TH: torch.Tensor, norm: Norm, seqs: Sequences, state: DeltaState
+        self,
+        added_TH: torch.Tensor | Partial | None,
+        residual_TH: torch.Tensor,
+        norm: Norm,
+        seqs: Sequences,
+        state: DeltaState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of the layer's output, fp32, and the new residual; `state` moves on by the tokens."""
         conv = Conv(self.conv_CW, state.conv, seqs)

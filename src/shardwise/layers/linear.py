@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.linears import Conv
+from shardwise.parallel.comm import Partial
 from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Segment, Stored
 
@@ -70,7 +71,7 @@ class Norm:
 
     def then(
         self,
-        added_TH: torch.Tensor | None,
+        added_TH: torch.Tensor | Partial | None,
         residual_TH: torch.Tensor,
         linears: Sequence[Linear],
         conv: Conv | None = None,
@@ -80,7 +81,11 @@ class Norm:
         parts = [part for one in linears for part in one.parts]
         dtypes = [one.out_dtype for one in linears for _ in one.parts]
         joined = conv if len(linears[0].parts) == 1 else None
-        found, residual_TH = ops.norm_linears(added_TH, residual_TH, self.weight_H, self.eps, parts, dtypes, joined)
+        if isinstance(added_TH, Partial):
+            x_TH, residual_TH = added_TH.normed(residual_TH, self.weight_H, self.eps)
+            found = ops.linears(x_TH, parts, dtypes, joined)
+        else:
+            found, residual_TH = ops.norm_linears(added_TH, residual_TH, self.weight_H, self.eps, parts, dtypes, joined)
         outputs, at = list[torch.Tensor](), 0
         for one in linears:
             outputs.append(one.join(found[at : at + len(one.parts)]))

@@ -18,6 +18,7 @@ from shardwise.layers.delta import DeltaState, GatedDeltaNet
 from shardwise.layers.embedding import Embedding, Head, declare_vocabulary
 from shardwise.layers.linear import FormatOf, Norm, Specs
 from shardwise.layers.norm import declare_norm
+from shardwise.parallel.comm import Partial
 from shardwise.parallel.context import RankContext
 
 LayerCache = KVCache | DeltaState
@@ -94,7 +95,7 @@ class Layer:
 
     def mix(
         self,
-        added_TH: torch.Tensor | None,
+        added_TH: torch.Tensor | Partial | None,
         residual_TH: torch.Tensor,
         cos_TR: torch.Tensor,
         sin_TR: torch.Tensor,
@@ -148,8 +149,11 @@ class Model:
             added_TH[feature_rows_F] = features_FH.float()
         for layer, cache in zip(self.layers, caches, strict=True):
             mixed_TH, residual_TH = layer.mix(added_TH, residual_TH, cos_TR, sin_TR, seqs, cache)
-            mixed_TH = self.comm.all_reduce(mixed_TH)
+            mixed_TH = self.comm.for_norm(mixed_TH)
             added_TH, residual_TH = layer.mlp(mixed_TH, residual_TH, layer.post_norm)
-            added_TH = self.comm.all_reduce(added_TH)
-        x_TH, _ = self.ops.add_rms_norm(added_TH, residual_TH, self.norm, self.config.rms_norm_eps)
+            added_TH = self.comm.for_norm(added_TH)
+        if isinstance(added_TH, Partial):
+            x_TH, _ = added_TH.normed(residual_TH, self.norm, self.config.rms_norm_eps)
+        else:
+            x_TH, _ = self.ops.add_rms_norm(added_TH, residual_TH, self.norm, self.config.rms_norm_eps)
         return self.head(x_TH if logit_rows_L is None else x_TH[logit_rows_L])

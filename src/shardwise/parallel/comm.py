@@ -5,13 +5,39 @@ sent while the device works.
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 INLINE_BYTES = 16384  # a plan up to this size takes one broadcast, a longer one two
+
+
+@dataclass(frozen=True)
+class Partial:
+    """This rank's part of a sum over ranks, which the norm that comes next makes, in the same launch.
+
+    norm_sum: (x, residual, weight, eps) -> norm of residual + the sum, and that new residual, as ops.add_rms_norm.
+    route_sum: (x, residual, weight, eps, routers, top_k, arrivals) -> as ops.norm_route; None where it takes more than
+    one launch, so that norm_sum serves as well.
+    """
+
+    x_TH: torch.Tensor
+    norm_sum: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+
+    route_sum: Callable[..., tuple[torch.Tensor, ...] | None] = lambda *_: None
+
+    def normed(
+        self, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of residual + the sum over ranks, and that new residual. To be called once, by every rank."""
+        return self.norm_sum(self.x_TH, residual_TH, weight_H, eps)
+
+    def routed(self, residual_TH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...] | None:
+        """Sum, norm and choice of experts; or None, and nothing has been done. Instead of `normed`."""
+        return self.route_sum(self.x_TH, residual_TH, *rest)
 
 
 class Communicator(Protocol):
@@ -25,12 +51,16 @@ class Communicator(Protocol):
         """The sum of all ranks' `x`, the same bits on each; `x` itself may hold it afterwards, or be as it was."""
         ...
 
+    def for_norm(self, x_TH: torch.Tensor) -> "torch.Tensor | Partial":
+        """The sum of all ranks' `x`, or a promise of it, if it costs less together with the norm behind it."""
+        ...
+
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """All ranks' `x` [.., widths[rank]], joined on the last axis in the order of ranks."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's `x`, in place."""
+        """The first rank's `x`; those of the others, of its shape, may hold it afterwards, or be as they were."""
         ...
 
     def minimum(self, value: int) -> int:
@@ -55,6 +85,9 @@ class Alone:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
+        return x_TH
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         return x
@@ -85,6 +118,9 @@ class TorchCommunicator:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=self.data)
         return x
+
+    def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
+        return self.all_reduce(x_TH)
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         if len(set(widths)) > 1:

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import ConfigError
-from shardwise.parallel.comm import Communicator, StagedCommunicator, TorchCommunicator
+from shardwise.parallel.comm import Communicator, Partial, StagedCommunicator, TorchCommunicator
 from shardwise.parallel.nccl import NcclCommunicator, bindings
-from shardwise.parallel.peers import LIMIT_BYTES, PeerCommunicator, hindrance
+from shardwise.parallel.peers import PeerCommunicator, hindrance, open_mail, place_of
 
 logger = logging.getLogger(__name__)
 
 Choice = Literal["auto", "torch", "p2p", "nccl"]
 IDLE_LIMIT = timedelta(minutes=30)  # the first rank sends a sign of life far more often
-SIZES = (8192, 65536, 262144, LIMIT_BYTES)  # bytes of the messages that are timed
+SIZES = tuple(1 << n for n in range(13, 24))  # bytes of the messages that are timed, as far as peers take them
 CALLS = 20  # in one graph, to be timed
 T = TypeVar("T")
 
@@ -34,12 +34,14 @@ def connect(
     timeout_s: float = 120.0,
     *,
     staged: bool = False,
+    overlap: bool = False,
 ) -> TorchCommunicator:
     """Join the group that the elastic launcher made; the chosen communicator, which has proved that it computes.
 
     local_world: ranks on this host (0: all). staged: some ranks share a GPU, so data goes through the host; all ranks
-    are told the same. Raises ConfigError if the peers do not meet within `timeout_s`, an answer
-    is wrong, or `choice` cannot be had; whatever else goes wrong, as when a peer dies, is raised as it is.
+    are told the same. overlap: kernels of ours may start before the previous one ends. Raises ConfigError if the peers
+    do not meet within `timeout_s`, an answer is wrong, or `choice` cannot be had; whatever else goes wrong, as when a
+    peer dies, is raised as it is.
     """
     backend = "nccl" if device.type == "cuda" and not staged else "gloo"
     try:
@@ -56,7 +58,9 @@ def connect(
         return base
     if choice == "nccl":
         return _nccl(base, device, timeout_s)
-    return base if choice == "torch" else _peers(base, device, choice, local_world or base.world, timeout_s)
+    if choice == "torch":
+        return base
+    return _peers(base, device, choice, local_world or base.world, timeout_s, overlap)
 
 
 def _join(backend: str, kind: type[TorchCommunicator], timeout_s: float) -> TorchCommunicator:
@@ -78,22 +82,30 @@ def _nccl(base: TorchCommunicator, device: torch.device, timeout_s: float) -> To
 
 
 def _peers(
-    base: TorchCommunicator, device: torch.device, choice: Choice, local_world: int, timeout_s: float
+    base: TorchCommunicator, device: torch.device, choice: Choice, local_world: int, timeout_s: float, overlap: bool
 ) -> TorchCommunicator:
-    """Reads of peers' memory for the sizes at which they win ("p2p": for all that fit); `base` where they cannot be."""
-    reason = hindrance(device, base.world, local_world)
+    """Peers' memory for the sizes at which it wins ("p2p": for all that fit); `base` where it cannot be reached."""
+    places = [(0, "")] * base.world
+    dist.all_gather_object(places, place_of(device), group=base.control)
+    reason = hindrance(device, base.world, local_world, places if device.type == "cuda" else ())
     if not base.minimum(int(not reason)):
         reason = reason or "another rank cannot"
         (logger.warning if choice == "p2p" else logger.info)("all-reduces go over torch, not p2p: %s", reason)
         return base
     peers = _proved(
-        base, device, lambda: PeerCommunicator(base, device), "p2p", timeout_s, base if choice == "auto" else None
+        base,
+        device,
+        lambda: PeerCommunicator(base, open_mail(base, device, overlap, timeout_s / 4)),
+        "p2p",
+        timeout_s,
+        base if choice == "auto" else None,
     )
-    if isinstance(peers, PeerCommunicator) and choice == "auto":
-        peers.limit_bytes = winning_bytes(peers, base, device)
-        logger.info("all-reduces of up to %d bytes read peers' memory, larger ones go over torch", peers.limit_bytes)
-        return peers if peers.limit_bytes else base
-    return peers
+    if not isinstance(peers, PeerCommunicator):
+        return peers
+    if choice == "auto":
+        peers.limit_bytes = winning_bytes(peers, base, device, peers.most_bytes)
+        logger.info("sums of up to %d bytes go through peers' memory, larger ones over torch", peers.limit_bytes)
+    return peers.patient() if peers.limit_bytes else base
 
 
 def _proved(
@@ -169,8 +181,8 @@ def _line(error: Exception) -> str:
 
 
 def prove(comm: Communicator, device: torch.device) -> None:
-    """All-reduces and a ragged gather against known answers, by value; raises WrongAnswer naming what was wrong."""
-    for count in (4097, 4096, 4):  # 4 and 4096 may take the way of small messages
+    """Sums, ragged gathers and a broadcast against known answers; raises WrongAnswer naming what was wrong."""
+    for count in (4097, 4096, 4, 70_001):
         for turn in range(3):  # a buffer that is used again must have been read by all
             ramp = torch.arange(count, device=device, dtype=torch.float32) + turn
             total = comm.all_reduce(ramp * (comm.rank + 1))
@@ -180,20 +192,31 @@ def prove(comm: Communicator, device: torch.device) -> None:
                 raise WrongAnswer(
                     f"rank {comm.rank}: an all-reduce over {comm.world} ranks gave {wrong} of {count} wrong values"
                 )
-    widths = [1 + rank % 2 for rank in range(comm.world)]
-    joined = comm.all_gather(torch.full((3, widths[comm.rank]), float(comm.rank), device=device), widths)
-    known = torch.repeat_interleave(torch.arange(comm.world), torch.tensor(widths)).expand(3, -1)
-    if not torch.equal(joined.cpu(), known.float()):
-        raise WrongAnswer(f"rank {comm.rank}: an all-gather over {comm.world} ranks gave {joined.tolist()}")
+    for least in (1, 0):
+        widths = [least + rank % 2 for rank in range(comm.world)]
+        joined = comm.all_gather(torch.full((3, widths[comm.rank]), float(comm.rank), device=device), widths)
+        known = torch.repeat_interleave(torch.arange(comm.world), torch.tensor(widths)).expand(3, -1)
+        if not torch.equal(joined.cpu(), known.float()):
+            raise WrongAnswer(f"rank {comm.rank}: an all-gather over {comm.world} ranks gave {joined.tolist()}")
+    part = comm.for_norm(torch.full((3, 32), float(comm.rank + 1), device=device))
+    if isinstance(part, Partial):
+        _, part = part.normed(torch.zeros(3, 32, device=device), torch.zeros(32, device=device), 1e-6)
+    if not bool((part == comm.world * (comm.world + 1) // 2).all()):
+        raise WrongAnswer(f"rank {comm.rank}: a sum before a norm over {comm.world} ranks gave {part.tolist()}")
+    ids = comm.broadcast(torch.arange(3, device=device) + 1000 * comm.rank)
+    if ids.tolist() != [0, 1, 2]:
+        raise WrongAnswer(f"rank {comm.rank}: a broadcast over {comm.world} ranks gave {ids.tolist()}")
 
 
-def winning_bytes(one: Communicator, other: Communicator, device: torch.device) -> int:
-    """The largest of SIZES up to which `one` reduces faster than `other` on all ranks, in graphs; 0 if at none.
+def winning_bytes(one: Communicator, other: Communicator, device: torch.device, most_bytes: int) -> int:
+    """The largest of SIZES, to `most_bytes`, up to which `one` reduces faster than `other` on all ranks; 0 if at none.
 
     After each size the ranks agree, so that none measures alone.
     """
     best = 0
     for size in SIZES:
+        if size > most_bytes:
+            break
         x = torch.ones(size // 4, device=device)
         if not other.minimum(int(graph_microseconds(one, x) < graph_microseconds(other, x))):
             break

@@ -88,7 +88,7 @@ def linears(
     tokens = x_TH.shape[0]
     dtypes = [dtype or x_TH.dtype for dtype in out_dtypes]
     if _joinable(weights, conv, tokens):
-        if tokens == 1 and pdl:
+        if tokens == 1 and (pdl or len(weights) > 1):
             return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
         operands = [operand(weight, target.native_fp8) for weight in weights]
         split = fragments.split_config(operands, x_TH, target)

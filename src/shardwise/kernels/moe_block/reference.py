@@ -29,10 +29,17 @@ def norm_route(
     routers: rows of all experts and, last, of the gate. -> x_TH in the norm's type, the new residual, weights_Tk fp32,
     ids_Tk int32, and the gate's logits_T1 fp32. arrivals (int32 [1], 0 before and after) is for kernels that count.
     """
-    parts, residual_TH = norm_linears(added_TH, residual_TH, norm_H, eps, routers, [torch.float32] * len(routers))
-    logits_TE1 = torch.cat(parts, -1)
-    weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k)
-    return rms_norm(residual_TH, norm_H, eps), residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+    _, residual_TH = norm_linears(added_TH, residual_TH, norm_H, eps, [], [])
+    x_TH = rms_norm(residual_TH, norm_H, eps)
+    return x_TH, residual_TH, *route_linears(x_TH, routers, top_k)
+
+
+def route_linears(
+    x_TH: torch.Tensor, routers: Sequence[Weight], top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The choice of experts of norm_route, for x that is normed already -> weights_Tk, ids_Tk, the gate's logits_T1."""
+    logits_TE1 = torch.cat(linears(x_TH, routers, [torch.float32] * len(routers)), -1)
+    return *route(logits_TE1[:, :-1], top_k), logits_TE1[:, -1:]
 
 
 def moe_shared(

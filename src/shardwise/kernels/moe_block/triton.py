@@ -53,10 +53,7 @@ def norm_route(
             x_TH = rms_norm(residual_TH, norm_H, eps, pdl)
         else:
             x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps, pdl)
-        parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target, pdl=pdl)
-        logits_TE1 = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        weights_Tk, ids_Tk = route(logits_TE1[:, :-1], top_k, pdl)
-        return x_TH, residual_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+        return x_TH, residual_TH, *route_linears(x_TH, routers, top_k, target, pdl)
     target = target or target_of(residual_TH.device)
     of, device = operand(routers[0], target.native_fp8), residual_TH.device
     residual_TH, added_TH = residual_TH.contiguous(), added_TH.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
@@ -72,6 +69,15 @@ def norm_route(
         **launch(pdl),
     )  # fmt: skip
     return x_TH, total_TH, weights_Tk, ids_Tk, logits_TE1[:, -1:]
+
+
+def route_linears(
+    x_TH: torch.Tensor, routers: Sequence[Weight], top_k: int, target: Target | None = None, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the reference. target: the device's, if None; pdl: see overlap.py."""
+    parts = linears(x_TH, routers, [torch.float32] * len(routers), target=target, pdl=pdl)
+    logits_TE1 = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return *route(logits_TE1[:, :-1], top_k, pdl), logits_TE1[:, -1:]
 
 
 def _route_constants(of: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
