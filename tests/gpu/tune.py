@@ -26,6 +26,7 @@ import torch
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.delta import triton as delta
+from shardwise.kernels.linear.fragments import VALUES
 from shardwise.kernels.linear.tiles import target_of
 from shardwise.kernels.linears import reference as linears_reference
 from shardwise.kernels.linears import triton as linears
@@ -54,6 +55,9 @@ SCANS: list[Choice] = [(16, 2), (32, 4), (32, 8), (64, 8)]  # value columns of a
 SPLIT: list[Choice] = [  # BO, BK, warps, stages, splits of a product by itself
     (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 8, 3, 2), (128, 64, 4, 4, 1),    (32, 128, 4, 4, 1),
 ]  # fmt: skip
+SPLITS = [(16, 2, 2), (16, 4, 4), (16, 8, 8), (32, 2, 1), (32, 4, 2), (32, 8, 4)]  # rows, warps, parts of `in`
+UPS = [(16, 2, 2), (16, 4, 4), (16, 8, 8), (32, 2, 1), (32, 4, 2), (64, 4, 1)]  # of gates and ups, likewise
+DOWNS = [(32, 2, 1), (64, 2, 1), (64, 4, 1), (128, 4, 1), (128, 8, 1), (32, 4, 2)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,16 @@ def streams(columns: int, form: str, rows: Sequence[int]) -> list[Choice]:
     return [(R, C, warps) for R, C, warps in found if warps == 4 or R * C >= 2048]
 
 
+def fragment_parts(up: tuple[str, int, int], down: tuple[str, int, int]) -> list[Part]:
+    """What to choose for experts whose codes go straight to registers: 2 or 4 words in a row of each thread."""
+
+    def candidates(columns: int, shapes: list[Choice]) -> list[Choice]:
+        steps = [(8 * run * VALUES[{"fp8": 1, "fp4": 3}[up[0]]], run) for run in (4, 2)]
+        return [(M, step, run, w, s) for step, run in steps for M, w, s in shapes if step * s <= columns]
+
+    return [Part("fragments", (up,), candidates(up[2], UPS)), Part("fragments", (down,), candidates(down[2], DOWNS))]
+
+
 def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
     """What there is to choose for an operation of bench_ops or of this file."""
     kind, both, inner = kind_of(form), 1024 // ranks, 512 // ranks
@@ -107,9 +121,10 @@ def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
             ),
         ]
     if op == "moe":
-        found = [Part("matched" if tokens <= 32 else "grouped", (shape,), BLOCKS) for shape in shapes]
+        tiles = "matched" if tokens <= 32 else "grouped"
+        found = [Part(tiles, (shape,), BLOCKS) for shape in shapes] if form == "bf16" else fragment_parts(*shapes)
         ways = [(way,) for way in (block.STREAMED, block.MATCHED, block.APART)]
-        return [Part("experts", shapes[:1], ways), *found] if tokens <= 16 else found
+        return [*found, Part("experts", shapes[:1], ways)] if tokens <= 16 else found
     if tokens == 1:
         what = "normed" if ranks == 1 and op in ("delta in", "attn in", "route") else "stream"
         rows = (1, 2, 4) if op == "route" else (1, 2, 4, 8) if op in ("out", "head") else (4, 8, 16)
@@ -117,8 +132,11 @@ def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
     width = 16 if tokens <= 16 else 64
     tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else TILES[1:4])]
     joint = shapes if op != "delta in" else (*shapes, ("bf16", 64 // ranks, 2048))
+    if tokens <= 16 and form != "bf16":
+        columns = 8 if tokens <= 8 else 16
+        return [Part("split", joint, [(M, columns, *rest) for M, *rest in SPLITS], joint=True)]
     found = [Part("linears", joint, [*([(linears.STREAMED,)] if tokens <= 4 else []), (2,), *tiles], joint=True)]
-    if form != "bf16" and op not in ("route", "head") and tokens >= 16:
+    if form != "bf16" and op not in ("route", "head"):
         found.insert(0, Part("tiled", shapes, [(BO, width, *rest) for BO, *rest in SPLIT]))
     return found
 
@@ -135,7 +153,7 @@ def plain_benches(form: str, tokens: int, ranks: int) -> Iterator[Bench]:
         x, dtype = random(tokens, columns), None if name == "shared up" else torch.float32
 
         def fused(i: int, module=linears, sets=sets, x=x, dtype=dtype):
-            return module.linears(x, [sets[i]], [dtype])
+            return module.linears(x, [sets[i]], [dtype], **bench_ops.extra(module, ranks > 1))
 
         yield Bench(name, fused, fused, lambda i, fused=fused: fused(i, linears_reference), first.nbytes, copies)
 
@@ -161,7 +179,7 @@ def bench_prefill(tokens: int, sequences: int = 4) -> Iterator[Bench]:
 
 
 def benches(form: str, tokens: int, ranks: int) -> Iterator[Bench]:
-    yield from bench_ops.bench_moe(form, tokens, False, ranks)
+    yield from bench_ops.bench_moe(form, tokens, ranks > 1, ranks)
     if tokens > max(tuning.BUCKETS):
         yield from bench_prefill(tokens) if form == "bf16" else ()
         return
