@@ -8,11 +8,13 @@ made-up weights.
 """
 
 import argparse
+import faulthandler
 import json
 import logging
 import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from tests.golden import eval as evaluation
 from tests.gpu.alike import alike
 
 Requests = Sequence[tuple[list[int], int]]
+PREFILLS = ((1, 1024), (1, 4096), (8, 2048))  # prompts, tokens of each
+LENGTHS = (32, 256)  # tokens of the two answers whose difference is decoding
 
 
 def generate(leader: Leader, requests: Requests, temperature: float = 0.0) -> list[list[int]]:
@@ -60,12 +64,16 @@ def timed(leader: Leader, requests: Requests, temperature: float = 0.0) -> float
 
 
 def speed(
-    leader: Leader, batches: Sequence[int], contexts: Sequence[int] = (), short: int = 32, long: int = 256
+    leader: Leader,
+    batches: Sequence[int],
+    contexts: Sequence[int] = (),
+    prefills: Sequence[tuple[int, int]] = PREFILLS,
+    note: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Decode tokens a second by batch, and of one request behind prompts of `contexts` tokens, from the difference of
-    two lengths; and the wall time of some prefills.
+    two lengths; and the wall time of `prefills`. note: is told what there is after each figure.
     """
-    vocab, noise = leader.rank.made.model.vocab_size, random.Random(0)
+    vocab, noise, short, long = leader.rank.made.model.vocab_size, random.Random(0), *LENGTHS
 
     def prompts(count: int, length: int, new: int) -> Requests:
         return [([noise.randrange(vocab) for _ in range(length)], new) for _ in range(count)]
@@ -75,13 +83,16 @@ def speed(
         timed(leader, prompts(batch, 128, 8))
         few, many = (timed(leader, prompts(batch, 128, new)) for new in (short, long))
         figures["decode"][batch] = batch * (long - short) / (many - few)
+        note(figures)
     for length in contexts:
         timed(leader, prompts(1, length, 8))
         few, many = (min(timed(leader, prompts(1, length, new)) for _ in range(2)) for new in (short, long))
         figures.setdefault("decode_behind", {})[length] = (long - short) / (many - few)
-    for count, length in ((1, 1024), (1, 4096), (8, 2048)):
+        note(figures)
+    for count, length in prefills:
         times = [timed(leader, prompts(count, length, 1)) for _ in range(3)]
         figures["prefill_s"][f"{count}x{length}"] = min(times)
+        note(figures)
     return figures
 
 
@@ -178,12 +189,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="prompts to decode one request behind")
     parser.add_argument("--gpu", default="", help="as of serve: 0,0 puts two ranks on one")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="measure prompts, too")
     parser.add_argument("--step-tokens", type=int, default=0, help="as --max-num-batched-tokens of serve")
     for name in ("dtype", "device", "kernels", "comm"):
         parser.add_argument(f"--{name}", default="auto")
     args = parser.parse_args()
     env = rank_environment()
     assert env is not None, "start it with torch.distributed.run"
+    faulthandler.register(signal.SIGUSR1)  # where it is, if it does not end
     begin_s = time.monotonic()
     logging.basicConfig(
         level=logging.INFO if env.rank == 0 else logging.WARNING, format="%(relativeCreated)d %(message)s"
@@ -207,10 +220,19 @@ def main() -> None:
         result["gpu"] = torch.cuda.get_device_name()
         result["allocated_bytes"] = torch.cuda.memory_allocated()
     begin_s = time.monotonic()
+
+    def note(found: dict[str, Any]) -> None:
+        """What there is so far, should the rest not come to its end."""
+        result.update(result=found, took_s=time.monotonic() - begin_s)
+        args.out.write_text(json.dumps(result))
+        logging.info("%s", str(found)[:300])
+
+    note({})
     todo = {"answers": answers, "pictures": picture_answers}
-    result["result"] = todo[args.what](leader) if args.what in todo else speed(leader, args.batches, args.contexts)
-    result["took_s"] = time.monotonic() - begin_s
-    args.out.write_text(json.dumps(result))
+    if args.what in todo:
+        note(todo[args.what](leader))
+    else:
+        note(speed(leader, args.batches, args.contexts, PREFILLS if args.prefill else (), note))
     for batch in args.profile:
         with args.out.with_suffix(".profile.txt").open("a") as file:
             file.write(f"batch {batch}: {profile(leader, batch)}\n")
