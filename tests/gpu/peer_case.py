@@ -222,13 +222,17 @@ def by_programs(base: TorchCommunicator, peers: PeerCommunicator, device: torch.
     Those count messages by themselves, so each number starts where all slots are empty.
     """
     table = dict[str, dict[str, float]]()
-    for programs in (32, 128):
+    how = make_weight((257, 2048), "bf16", 1, "cuda").plain, 8, torch.zeros_like(peers.mail.state[0, :1])
+    for programs in (32, 128, 132):
         mail = replace(peers.mail, state=torch.zeros((programs, 2), dtype=torch.int32, device=device))
         settle(peers, base, device)
-        table[f"{programs} programs"] = {
+        row = {
             str(size): microseconds(partial(peers.kernels.peer_norm, *activations(size, device), EPS, mail), device)
             for size in SIZES
         }
+        one = activations(SIZES[0], device)
+        row["choice"] = microseconds(partial(peers.routing.peer_route, *one, EPS, *how, mail), device)
+        table[f"{programs} programs"] = row
         tell(base, f"{programs} programs", table[f"{programs} programs"])
     settle(peers, base, device)
     return table
