@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.kernels.linear.tiles import Target
-from shardwise.kernels.moe_block import reference
+from shardwise.kernels.moe_block import Then, reference
 from shardwise.kernels.moe_block import triton as fast
 from tests.kernels.weights import make_weight
 
@@ -73,6 +73,20 @@ def test_moe_shared(form, tokens, device):
             got = fast.moe_shared(*arguments, target=target)
             assert got.dtype == torch.float32
             assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("fp32", 3), ("fp32", 36), ("nvfp4", 2)])
+def test_moe_shared_with_the_norm_that_follows(form, tokens, device):
+    """Joined to the weighted sum, or as a launch of its own where experts are added otherwise."""
+    up, down = make_weight((5, 32, 40), form, 1, str(device)), make_weight((5, 40, 16), form, 2, str(device))
+    shared = [make_weight((32, 40), form, 3, str(device))], [make_weight((40, 16), form, 4, str(device))]
+    ids = torch.tensor([[0, 4, 2], [1, 2, 3], [3, 3, 0]] * 12, dtype=torch.int32, device=device)[:tokens]
+    weights = torch.rand(tokens, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    then = Then(randn(tokens, 40, seed=2).to(device), randn(40).to(device), EPS)
+    arguments = (randn(tokens, 40).to(device), up, down, ids, weights, *shared, randn(tokens, 1).to(device), then)
+    for got, expected in zip(fast.moe_shared(*arguments), reference.moe_shared(*arguments), strict=True):
+        assert got.dtype == expected.dtype
+        assert relative(got, expected) < 1e-5
 
 
 def test_gate_and_up_in_two_weights_and_nothing(device):

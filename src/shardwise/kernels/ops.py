@@ -36,7 +36,7 @@ class Ops:
     norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
     norm_route: Callable[..., tuple[torch.Tensor, ...]]
     route_linears: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    moe_shared: Callable[..., torch.Tensor]
+    moe_shared: Callable[..., Any]
     gated_delta_norm: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
     likeliest: Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ConfigError, ModelConfig
+from shardwise.kernels.moe_block import Then
 from shardwise.layers.linear import FormatOf, Linear, Norm, Specs, declare_columns, declare_rows
 from shardwise.parallel.comm import Partial
 from shardwise.parallel.context import RankContext
@@ -97,6 +98,10 @@ class Resident:
     def __call__(self, x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
         return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest)
 
+    def then(self, then: Then, x_TH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """With the norm that follows, see ops.moe_shared."""
+        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest, then)
+
 
 class Moe:
     """experts: of this layer, if they are not among `weights`."""
@@ -113,19 +118,22 @@ class Moe:
         self.experts = experts or Resident(weights[gate_up], weights[down], ctx)
         self.router = Linear(weights, f"{name}.router", ctx, torch.float32)
         self.shared = Mlp(weights, f"{name}.shared", ctx)
-        self.top_k, self.ops = config.experts_per_token, ctx.ops
+        self.top_k, self.ops, self.alone = config.experts_per_token, ctx.ops, ctx.world == 1
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=ctx.device)
 
     def __call__(
         self, added_TH: torch.Tensor | Partial | None, residual_TH: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Partial, torch.Tensor]:
         """This rank's part of the output, fp32, and the new residual.
 
-        Every rank routes alike; each computes its columns of every expert.
+        Every rank routes alike; each computes its columns of every expert. Where one rank has all of them, several
+        tokens go through with the norm that comes next; a single one is normed by the linears behind it.
         """
         x_TH, residual_TH, weights_Tk, ids_Tk, gate_T1 = self._route(added_TH, residual_TH, norm)
-        shared = self.shared.gate_up.parts, self.shared.down.parts
-        return self.experts(x_TH, ids_Tk, weights_Tk, *shared, gate_T1), residual_TH
+        chosen, experts = (ids_Tk, weights_Tk, self.shared.gate_up.parts, self.shared.down.parts, gate_T1), self.experts
+        if self.alone and len(x_TH) > 1 and isinstance(experts, Resident):
+            return Partial(x_TH, lambda x_TH, *then: experts.then(Then(*then), x_TH, *chosen)), residual_TH
+        return experts(x_TH, *chosen), residual_TH
 
     def _route(
         self, added_TH: torch.Tensor | Partial | None, residual_TH: torch.Tensor, norm: Norm

@@ -151,7 +151,7 @@ class Model:
             mixed_TH, residual_TH = layer.mix(added_TH, residual_TH, cos_TR, sin_TR, seqs, cache)
             mixed_TH = self.comm.for_norm(mixed_TH)
             added_TH, residual_TH = layer.mlp(mixed_TH, residual_TH, layer.post_norm)
-            added_TH = self.comm.for_norm(added_TH)
+            added_TH = added_TH if isinstance(added_TH, Partial) else self.comm.for_norm(added_TH)
         if isinstance(added_TH, Partial):
             x_TH, _ = added_TH.normed(residual_TH, self.norm, self.config.rms_norm_eps)
         else:

@@ -17,7 +17,8 @@ INLINE_BYTES = 16384  # a plan up to this size takes one broadcast, a longer one
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of a sum over ranks, which the norm that comes next makes, in the same launch.
+    """This rank's part of a sum over ranks, which the norm that comes next makes, in the same launch; with one rank,
+    what its layer makes of x_TH.
 
     norm_sum: (x, residual, weight, eps) -> norm of residual + the sum, and that new residual, as ops.add_rms_norm.
     route_sum: (x, residual, weight, eps, routers, top_k, arrivals) -> as ops.norm_route; None where it takes more than

@@ -32,49 +32,56 @@ from shardwise.kernels.linear.fragments import (
 from shardwise.kernels.linear.geometry import banks
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
-from shardwise.kernels.moe_block.matched import COMBINE_BLOCK, matched_combine_kernel
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 8  # up to so many, a tile has a column for every token, and pairs need no sort
 SMALL_STEP_TOKENS = 32  # beyond, shorter steps of NVFP4's down leave room for more programs
-RANKED_ROWS, RANKED_STEP = 32, 1024  # pairs of a program, and what they are compared with at a time
+RANKED_ROWS, RANKED_STEP = 2, 1024  # pairs of a program, and what they are compared with at a time
+NO_EXPERT = tl.constexpr(2**30)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["tokens"])
 def rank_tiles_kernel(
-    ids, order, tiles, pairs, experts, most, BE: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    ids, order, tiles, tokens, experts, most, TOP_K: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A stable sort of pairs by expert: order[position] = pair; and tiles[0:3, p] = a tile's expert (-1: there is
-    none), its first position, and the last one's successor."""
+    none), its first position, and the last one's successor. FEW: a tile is where its first pair is; otherwise experts
+    have room of their own, in which a place is left over at most, and which items after the pairs fill.
+
+    One warp, which neither waits for others nor counts all experts: only what is below its items, and like them.
+    """
     let_next_come(PDL)
+    pairs = tokens * TOP_K
+    item_M, n_N = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    pair_M = item_M < pairs
     after_previous(PDL)
-    e_E, item_M = tl.arange(0, BE), tl.program_id(0) * BM + tl.arange(0, BM)
-    ok_M = item_M < pairs
-    key_M = tl.load(ids + item_M, mask=ok_M, other=0).to(tl.int32)
-    count_E, before_M, rank_M = tl.zeros((BE,), tl.int32), tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
+    key_M = tl.load(ids + item_M, mask=pair_M, other=0)
+    key_M = tl.where(pair_M, key_M, item_M - pairs)
+    ahead_M, own_M = tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
     for first in range(0, pairs, BN):
-        other_N = first + tl.arange(0, BN)
-        ok_N = other_N < pairs
-        key_N = tl.load(ids + other_N, mask=ok_N, other=0).to(tl.int32)
-        count_E += tl.histogram(key_N, BE, mask=ok_N)
-        before_M += tl.sum(((key_N[None, :] < key_M[:, None]) & ok_N[None, :]).to(tl.int32), 1)
-        same_MN = (key_N[None, :] == key_M[:, None]) & (other_N[None, :] < item_M[:, None])
-        rank_M += tl.sum((same_MN & ok_N[None, :]).to(tl.int32), 1)
-    tl.store(order + before_M + rank_M, item_M, mask=ok_M)
-    tiles_E = (count_E + BT - 1) // BT
-    total = tl.sum(tiles_E, 0)
-    below_ME = e_E[None, :] < key_M[:, None]
-    tile_M = tl.sum(tl.where(below_ME, tiles_E[None, :], 0), 1) + rank_M // BT
-    own_M = tl.sum(tl.where(e_E[None, :] == key_M[:, None], count_E[None, :], 0), 1)
-    leads_M = ok_M & (rank_M % BT == 0)
-    start_M = before_M + rank_M
-    tl.store(tiles + tile_M, key_M, mask=leads_M)
+        other_N = first + n_N
+        key_N = tl.load(ids + other_N, mask=other_N < pairs, other=NO_EXPERT)
+        same_MN = key_N[None, :] == key_M[:, None]
+        # Pairs of experts below, and earlier ones of the same, in the halves of a word.
+        ahead_MN = tl.where(key_N[None, :] < key_M[:, None], 1, 0)
+        ahead_MN += tl.where(same_MN & (other_N[None, :] < item_M[:, None]), 1 << 16, 0)
+        ahead_M += tl.sum(ahead_MN, 1)
+        own_M += tl.sum(same_MN.to(tl.int32), 1)
+    below_M, rank_M = ahead_M & 0xFFFF, ahead_M >> 16
+    start_M = below_M + rank_M
+    tl.store(order + start_M, item_M, mask=pair_M)
+    leads_M = pair_M & (rank_M % BT == 0)
+    if FEW:
+        tile_M = start_M
+        tl.store(tiles + tile_M, tl.where(leads_M, key_M, -1), mask=pair_M)
+    else:
+        tile_M = below_M // BT + key_M + tl.where(pair_M, rank_M // BT, (own_M + BT - 1) // BT)
+        free_M = (item_M < pairs + experts) & (tile_M <= (below_M + own_M) // BT + key_M)
+        tl.store(tiles + tile_M, tl.where(pair_M, key_M, -1), mask=tl.where(pair_M, leads_M, free_M))
     tl.store(tiles + most + tile_M, start_M, mask=leads_M)
-    tl.store(tiles + 2 * most + tile_M, tl.minimum(start_M + BT, before_M + own_M), mask=leads_M)
-    for first in range(tl.program_id(0) * BM, most, tl.num_programs(0) * BM):
-        tile_M = first + tl.arange(0, BM)
-        tl.store(tiles + tile_M, tl.full((BM,), -1, tl.int32), mask=(tile_M >= total) & (tile_M < most))
+    tl.store(tiles + 2 * most + tile_M, start_M + tl.minimum(own_M - rank_M, BT), mask=leads_M)
 
 
 @gluon.jit
@@ -248,14 +255,18 @@ def _constants(
 
 
 def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert."""
-    pairs = ids_Tk.numel()
-    most = min(pairs, experts + pairs // BT)
+    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert.
+
+    Fewer than 65,536 pairs: positions are halves of words.
+    """
+    (tokens, top_k), pairs = ids_Tk.shape, ids_Tk.numel()
+    apart = experts + pairs // BT  # tiles, where experts have room of their own
+    most, items = min(pairs, apart), pairs if pairs <= apart else pairs + experts
     order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
     tiles_3P = torch.empty((3, most), dtype=torch.int32, device=ids_Tk.device)
-    rank_tiles_kernel[(triton.cdiv(pairs, RANKED_ROWS),)](
-        ids_Tk, order_M, tiles_3P, pairs, experts, most, power_of_two(experts), BT, RANKED_ROWS,
-        min(RANKED_STEP, max(32, power_of_two(pairs))), num_warps=8, **launch(pdl),
+    rank_tiles_kernel[(triton.cdiv(items, RANKED_ROWS),)](
+        ids_Tk, order_M, tiles_3P, tokens, experts, most, top_k, BT, RANKED_ROWS,
+        min(RANKED_STEP, max(128, power_of_two(pairs))), pairs <= apart, num_warps=1, **launch(pdl),
     )  # fmt: skip
     return order_M, tiles_3P
 
@@ -267,16 +278,14 @@ def moe(
     shared_up: Operand,
     shared_down: Operand,
     ids_Tk: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    gate_T1: torch.Tensor,
     experts: int,
     gpu: str,
     pdl: bool,
     configs: tuple[int, Fragments, Fragments] | None = None,
-) -> torch.Tensor:
-    """Four launches: the sort, gates and ups of all experts, their outputs, the weighted sum -> [T, H] fp32.
+) -> Outputs:
+    """Three launches: the sort, gates and ups of all experts, and their outputs, fp32.
 
-    x, ids and weights are contiguous, x in bf16; configs: BT, of gates and ups, and of down, for tuning.
+    x and ids are contiguous, x in bf16; configs: BT, of gates and ups, and of down, for tuning.
     """
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     BT, up_config, down_config = configs or (
@@ -290,7 +299,6 @@ def moe(
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
-    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
     constexprs = _constants(up, shared_up, top_k, BT, up_config, "BI", matched)
     programs = columns * triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"])
     programs += most * triton.cdiv(up.layout[2] // 2, up_config.BM)
@@ -304,11 +312,7 @@ def moe(
         act_MI, shared_act_TI, y_MH, ids_Tk, order_M, tiles_3P, *words(down), *words(shared_down), tokens, most,
         **constexprs, num_warps=down_config.warps, **launch(pdl),
     )  # fmt: skip
-    matched_combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        y_MH, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH, tokens, hidden, top_k, power_of_two(top_k),
-        COMBINE_BLOCK, num_warps=4, **launch(pdl),
-    )  # fmt: skip
-    return out_TH
+    return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -317,8 +321,9 @@ def compile_cases() -> Iterator[CompileCase]:
     Nothing here goes by whether a device has e4m3 in hardware.
     """
     types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
-    constexprs = {"BE": 256, "BT": 8, "BM": RANKED_ROWS, "BN": RANKED_STEP, "PDL": False}
-    yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 8, 1)
+    for few, step in ((True, 128), (False, RANKED_STEP)):
+        constexprs = {"TOP_K": 8, "BT": 8, "BM": RANKED_ROWS, "BN": step, "FEW": few, "PDL": False}
+        yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 1, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
     for up, down in banks(False):
         for kernel, bank, rows in ((fragment_gate_up_kernel, up, "BI"), (fragment_down_kernel, down, "BO")):

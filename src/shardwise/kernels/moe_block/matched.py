@@ -19,9 +19,8 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, ask_for_rows, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
-
-COMBINE_BLOCK = 512
 
 
 @triton.jit
@@ -128,29 +127,6 @@ def matched_down_kernel(
             after_previous(PDL)
 
 
-@triton.jit(do_not_specialize=["tokens", "gate_stride"])
-def matched_combine_kernel(
-    y, ids, weights, gate, gate_stride, out, tokens, hidden, TOP_K: tl.constexpr, KP: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the weighted sum of its experts' outputs, and sigmoid(gate) times the shared expert's."""
-    let_next_come(PDL)
-    after_previous(PDL)
-    row, k_K = tl.program_id(0).to(tl.int64), tl.arange(0, KP)
-    h_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok_K, ok_H = k_K < TOP_K, h_H < hidden
-    share_K = tl.load(weights + row * TOP_K + k_K, mask=ok_K, other=0)
-    id_K = tl.load(ids + row * TOP_K + k_K, mask=ok_K, other=-1)
-    # An expert that a token has twice (a router of NaN) was computed at its last place only.
-    again_KK = tl.load(ids + row * TOP_K + k_K, mask=ok_K, other=-2)[None, :] == id_K[:, None]
-    place_K = tl.max(tl.where(again_KK, k_K[None, :], 0), 1)
-    at_KH = ((row * TOP_K + place_K) * hidden)[:, None] + h_H[None, :]
-    y_KH = tl.load(y + at_KH, mask=ok_K[:, None] & ok_H[None, :], other=0).to(tl.float32)
-    shared_H = tl.load(y + (tokens * TOP_K + row) * hidden + h_H, mask=ok_H, other=0).to(tl.float32)
-    shared_H *= tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
-    tl.store(out + row * hidden + h_H, shared_H + tl.sum(y_KH * share_K[:, None], 0), mask=ok_H)
-
-
 class Matched(NamedTuple):
     """A configuration of one of the two products: O rows (gates and ups together), BK columns a step."""
 
@@ -194,20 +170,17 @@ def moe(
     shared_up: Operand,
     shared_down: Operand,
     ids_Tk: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    gate_T1: torch.Tensor,
     configs: tuple[Matched, Matched],
     pdl: bool,
-) -> torch.Tensor:
-    """Three launches: gates and ups of all experts, their outputs, the weighted sum -> [T, H] fp32.
+) -> Outputs:
+    """Two launches: gates and ups of all experts, and their outputs, fp32.
 
-    x, ids and weights are contiguous; configs: of gates and ups, and of down.
+    x and ids are contiguous; configs: of gates and ups, and of down.
     """
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
-    out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
     config = configs[0]
     constexprs = _up_constants(up, shared_up, tokens, top_k, config)
     programs = triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"])
@@ -223,20 +196,12 @@ def moe(
         act_MI, shared_act_TI, y_MH, ids_Tk, *down.tensors(), *shared_down.tensors(), tokens, **constexprs,
         num_warps=config.warps, num_stages=config.stages, **launch(pdl),
     )  # fmt: skip
-    matched_combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        y_MH, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH, tokens, hidden, top_k, power_of_two(top_k),
-        COMBINE_BLOCK, num_warps=4, **launch(pdl),
-    )  # fmt: skip
-    return out_TH
+    return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
 
 
 def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     """The banks of real models, with a shared expert in their format, for 16 and 32 tokens."""
-    types = dict.fromkeys(("weights", "gate", "out", "y"), "*fp32") | {"ids": "*i32"}
-    types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16")
-    constexprs = {"TOP_K": 8, "KP": 8, "BLOCK": COMBINE_BLOCK, "PDL": False}
-    signed = signature(matched_combine_kernel, constexprs, types)
-    yield CompileCase(matched_combine_kernel, signed, constexprs, 4, 1)
+    types = {"y": "*fp32", "ids": "*i32"} | dict.fromkeys(("x", "act", "shared_act"), "*bf16")
     for up, down in banks(native_fp8):
         if up.of.layout[2] != 1024:
             continue

@@ -4,15 +4,24 @@ Legend: T tokens, H hidden, E experts, k experts a token.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.linears.reference import linears, norm_linears
 from shardwise.kernels.moe.reference import moe, route, silu_mul
-from shardwise.kernels.norm.reference import rms_norm
+from shardwise.kernels.norm.reference import add_rms_norm, rms_norm
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Then(NamedTuple):
+    """What follows a block whose output is whole: the sum with residual_TH, and the norm of the next layer."""
+
+    residual_TH: torch.Tensor
+    norm_H: torch.Tensor
+    eps: float
 
 
 def norm_route(
@@ -51,11 +60,14 @@ def moe_shared(
     shared_gate_up: Sequence[Weight],
     shared_down: Sequence[Weight],
     gate_T1: torch.Tensor,
-) -> torch.Tensor:
+    then: Then | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the chosen experts' outputs, and sigmoid(gate) times the shared expert's -> [T, H] fp32.
 
     gate_up and down as in moe; shared_gate_up [2I, H] in one or in two weights; shared_down [H, I].
+    then: -> the norm of its residual with that sum, and the residual with it, instead.
     """
     both_T2I = torch.cat(linears(x_TH, shared_gate_up, [None] * len(shared_gate_up)), -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32])
-    return moe(x_TH, gate_up, down, ids_Tk, weights_Tk) + gate_T1.sigmoid() * shared_TH
+    out_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk) + gate_T1.sigmoid() * shared_TH
+    return out_TH if then is None else add_rms_norm(out_TH, *then)

@@ -20,8 +20,8 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, route, silu_mul
-from shardwise.kernels.moe_block import fragments, matched
-from shardwise.kernels.moe_block.reference import Routed
+from shardwise.kernels.moe_block import combine, fragments, matched
+from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
@@ -99,11 +99,35 @@ def moe_shared(
     shared_gate_up: Sequence[Weight],
     shared_down: Sequence[Weight],
     gate_T1: torch.Tensor,
+    then: Then | None = None,
     target: Target | None = None,
     pdl: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As the reference. target: the device's, if None; pdl: see overlap.py."""
-    target = target or target_of(x_TH.device)
+    ids_Tk, weights_Tk = ids_Tk.contiguous(), weights_Tk.contiguous()
+    choice = ids_Tk, weights_Tk, gate_T1
+    shared = shared_gate_up, shared_down
+    found = _block(x_TH, gate_up, down, *choice, *shared, target or target_of(x_TH.device), pdl)
+    if isinstance(found, combine.Outputs):
+        if then is not None and x_TH.shape[1] <= combine.NORM_WIDTH:
+            return combine.combine_norm(found, *choice, then, pdl)
+        found = combine.combine(found, *choice, pdl)
+    return found if then is None else add_rms_norm(found, *then, pdl)
+
+
+def _block(
+    x_TH: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_T1: torch.Tensor,
+    shared_gate_up: Sequence[Weight],
+    shared_down: Sequence[Weight],
+    target: Target,
+    pdl: bool,
+) -> torch.Tensor | combine.Outputs:
+    """The weighted sum, or what is to be summed."""
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
     tokens = x_TH.shape[0]
     way, banks_of = APART, list[Operand]()
@@ -113,13 +137,12 @@ def moe_shared(
     if way != APART:
         unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
         x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
-        choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), gate_T1)
         if way == FRAGMENTS:
-            return fragments.moe(x_TH, *banks_of, *choice, gate_up.shape[0], target.name, pdl)
+            return fragments.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target.name, pdl)
         if way == STREAMED:
-            return _stream(x_TH, *banks_of, *choice, target.name, pdl)
+            return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1, target.name, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
-        return matched.moe(x_TH, *banks_of, *choice, (configs[0], configs[1]), pdl)
+        return matched.moe(x_TH, *banks_of, ids_Tk, (configs[0], configs[1]), pdl)
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target, pdl=pdl)
@@ -227,6 +250,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 signed = signature(down_kernel, constexprs, types | down.types | own)
                 yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
+    yield from combine.compile_cases()
     if not native_fp8:
         yield from fragments.compile_cases()
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
