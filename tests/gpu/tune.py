@@ -132,13 +132,14 @@ def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
     width = 16 if tokens <= 16 else 64
     tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else TILES[1:4])]
     joint = shapes if op != "delta in" else (*shapes, ("bf16", 64 // ranks, 2048))
-    if tokens <= 16 and form != "bf16":
-        columns = 8 if tokens <= 8 else 16
-        return [Part("split", joint, [(M, columns, *rest) for M, *rest in SPLITS], joint=True)]
+    columns = 8 if tokens <= 8 else 16
+    splits = [Part("split", joint, [(M, columns, *rest) for M, *rest in SPLITS], joint=True)] if tokens <= 16 else []
+    if splits and form != "bf16":
+        return splits
     found = [Part("linears", joint, [*([(linears.STREAMED,)] if tokens <= 4 else []), (2,), *tiles], joint=True)]
     if form != "bf16" and op not in ("route", "head"):
         found.insert(0, Part("tiled", shapes, [(BO, width, *rest) for BO, *rest in SPLIT]))
-    return found
+    return [*found, *splits]
 
 
 def plain_benches(form: str, tokens: int, ranks: int) -> Iterator[Bench]:
@@ -325,7 +326,7 @@ def main() -> None:
     started = [subprocess.Popen([*command, f"{n}/{workers}"]) for n in range(workers)]
     for process in started:
         try:
-            process.wait(max(1.0, begin_s + args.seconds * 0.6 - time.monotonic()))
+            process.wait(max(0.01, begin_s + args.seconds * 0.6 - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
     sys.stdout.write(f"compiled in {time.monotonic() - begin_s:.0f} s\n")

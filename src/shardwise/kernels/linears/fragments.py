@@ -110,13 +110,15 @@ def fragment_linears_kernel(
 
 
 def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target) -> Split | None:
-    """How these weights are to be multiplied with x, if by this kernel."""
+    """How these weights are to be multiplied with x, if by this kernel; plain ones alone only where measured."""
     tokens, kinds = x_TH.shape[0], {of.kind for of in operands}
-    most = min((MOST_TOKENS.get(kind, 0) for kind in kinds - {0}), default=0)
-    if not 1 < tokens <= most or not all(fits(of, x_TH.dtype) for of in operands):
+    if tokens < 2 or not all(fits(of, x_TH.dtype) for of in operands):
         return None
     found = tuning.choice(target.name, "split", [of.layout for of in operands], tokens)
-    return Split(*found) if found else split_rule(sum(of.layout[2] for of in operands), tokens)
+    most = min((MOST_TOKENS.get(kind, 0) for kind in kinds - {0}), default=0)
+    if found:
+        return Split(*found)
+    return split_rule(sum(of.layout[2] for of in operands), tokens) if tokens <= most else None
 
 
 def split_rule(rows: int, tokens: int) -> Split:

@@ -256,9 +256,13 @@ def tile_config(operands: Sequence[Operand], target: Target, wide: bool) -> Tile
 
 
 def _measured_cases(cases: Sequence[Case], taps: int, gpu: str, kib: int) -> Iterator[CompileCase]:
-    """The kernel for some tokens as it was measured best on `gpu`, which has `kib` of shared memory."""
+    """Kernels for some tokens as measured best on `gpu`, which has `kib` of shared memory."""
     operands = [each.of for each in cases]
     for tokens in tuning.BUCKETS:
+        split = tuning.choice(gpu, "split", [of.layout for of in operands], tokens)
+        if split:
+            constexprs = fragments.split_constants(operands, taps, fragments.Split(*split)) | {"PDL": False}
+            yield _case(fragments.fragment_linears_kernel, cases, constexprs, (split[2], 1), kib * 1024)
         found = tuning.choice(gpu, "linears", [of.layout for of in operands], tokens)
         if found and found[0] == BY_TILES:
             config = Tile(*found[1:])
@@ -277,9 +281,11 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 constexprs, warps = stream_constants(operands, True, taps, name)
                 yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), kib * 1024)
                 yield from _measured_cases(cases, taps, name, kib)
+        half = *(case(rows, 2048, kind, native_fp8) for rows in (4096, 2048)), case(32, 2048, "bf16", native_fp8)
         for name, kib in tuning.measured(native_fp8):
             for cases in ((case(2048, 4096, kind, native_fp8),), (router,)):
                 yield from _measured_cases(cases, 0, name, kib)
+            yield from _measured_cases(half, 4, name, kib)  # of one of two ranks
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("fp8_block", "nvfp4"):
