@@ -25,6 +25,7 @@ from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import fragments as tiles
 from shardwise.kernels.moe_block import reference as block
+from shardwise.kernels.moe_block.combine import combine
 from tests.kernels.sequences import make_sequences
 from tests.kernels.weights import make_weight
 
@@ -93,7 +94,7 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         return
     want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
     poison()
-    got = tiles.moe(x_TH, *of, ids_Tk, shares_Tk, gate_T1, experts, "", False)
+    got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
     judge(f"experts {form}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
 
 
