@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from shardwise.kernels.linear import fragments
+from shardwise.kernels.linear import arrange, fragments
 from shardwise.kernels.moe_block.fragments import MATCHED_TOKENS, rank_tiles, tokens_tile
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -61,6 +61,18 @@ def test_words_of_e2m1_become_their_values_times_a_scale_in_the_order_of_pairs(s
         for pair in range(4):
             want = torch.tensor([values[pair], values[pair + 4]], dtype=torch.float64) * scale / 128
             assert torch.equal(halves(found[f"${pair}"]), want), (codes, pair)
+
+
+def test_words_whose_codes_were_moved_become_the_same_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(1 << 31), 1 << 31, (500,), generator=generator).int()
+    moved = arrange.moved(words)
+    assert torch.equal(arrange.as_stored(moved), words)
+    scale = ran(fragments.E4M3_SCALE.value, {"$1": 0x3A})["$0"]
+    for word, other in zip(words.tolist(), moved.tolist(), strict=True):
+        want = ran(fragments.E2M1.value, {"$4": word & MASK, "$5": scale})
+        found = ran(fragments.E2M1_MOVED.value, {"$4": other & MASK, "$5": scale})
+        assert [found[f"${pair}"] for pair in range(4)] == [want[f"${pair}"] for pair in range(4)]
 
 
 def test_words_of_e4m3_become_their_values_in_the_order_of_pairs() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardwise.kernels.linear import arrange
 from shardwise.kernels.linear.tiles import Target
 from shardwise.kernels.moe_block import Then, reference
 from shardwise.kernels.moe_block import triton as fast
@@ -87,6 +88,19 @@ def test_moe_shared_with_the_norm_that_follows(form, tokens, device):
     for got, expected in zip(fast.moe_shared(*arguments), reference.moe_shared(*arguments), strict=True):
         assert got.dtype == expected.dtype
         assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_codes_in_the_order_that_is_cheap_to_unpack_are_the_same_numbers(tokens, device):
+    banks = make_weight((5, 32, 32), "nvfp4", 1, str(device)), make_weight((5, 32, 16), "nvfp4", 2, str(device))
+    x, gate = randn(tokens, 32).to(device), randn(tokens, 1).to(device)
+    ids = torch.tensor([[0, 4, 2], [1, 2, 3]] * 3, dtype=torch.int32, device=device)[:tokens]
+    weights = torch.rand(6, 3, generator=torch.Generator().manual_seed(1)).to(device)[:tokens]
+    shared = [make_weight((32, 32), "nvfp4", 3, str(device))], [make_weight((32, 16), "nvfp4", 4, str(device))]
+    expected = reference.moe_shared(x, *banks, ids, weights, *shared, gate)
+    moved = [arrange.arranged(bank) for bank in banks]
+    assert torch.equal(reference.moe_shared(x, *moved, ids, weights, *shared, gate), expected)
+    assert relative(fast.moe_shared(x, *moved, ids, weights, *shared, gate, target=NATIVE), expected) < 1e-5
 
 
 def test_gate_and_up_in_two_weights_and_nothing(device):

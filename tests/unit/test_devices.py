@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shardwise.parallel.rank_probe import Choice, WaitingRanks
 
 from shardwise.config import ConfigError
 from shardwise.parallel import probe
@@ -25,7 +26,6 @@ from shardwise.parallel.devices import (
     refuse_busy,
     select,
 )
-from shardwise.parallel.rank_probe import Choice, WaitingRanks
 
 GIB = 1 << 30
 HERE = (

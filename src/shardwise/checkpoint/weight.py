@@ -12,13 +12,15 @@ from shardwise.shard import Local, ParamSpec
 class Weight:
     """tensors[i] is what the rank holds of spec.format[i]; held[i] tells its block per axis, which kernels go by.
 
-    shape: the local part of the logical weight, in elements: [.., out, in]. views: what kernels made of it, kept.
+    shape: the local part of the logical weight, in elements: [.., out, in]. moved: whether its codes are in the order
+    of kernels/linear/arrange.py. views: what kernels made of it, kept.
     """
 
     spec: ParamSpec
     shape: tuple[int, ...]
     held: tuple[Local, ...]
     tensors: tuple[torch.Tensor, ...]
+    moved: bool = False
     views: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

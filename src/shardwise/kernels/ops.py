@@ -32,6 +32,7 @@ class Ops:
     moe: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
+    arranged: Callable[..., Any]
     linears: Callable[..., list[torch.Tensor]]
     norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
     norm_route: Callable[..., tuple[torch.Tensor, ...]]
@@ -77,6 +78,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         moe=moe.moe,
         silu_mul=moe.silu_mul,
         linear=linear.linear,
+        arranged=linear.arranged,
         linears=linears.linears,
         norm_linears=linears.norm_linears,
         norm_route=moe_block.norm_route,

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 BUCKETS = (1, 4, 16, 64, 128)  # tokens; other numbers take the next one's choice, and more than the last have none
 SHARED_KIB = "shared_kib"  # a key of its own
-KINDS = ("bf16", "fp8", "fp4", "fp4")
+KINDS = ("bf16", "fp8", "fp4", "fp4", "fp4")
 
 
 @cache

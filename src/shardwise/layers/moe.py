@@ -93,7 +93,8 @@ class Resident:
     """All experts, on the device."""
 
     def __init__(self, gate_up: Weight, down: Weight, ctx: RankContext) -> None:
-        self.gate_up, self.down, self.ops = gate_up, down, ctx.ops
+        self.gate_up, self.down = (ctx.ops.arranged(weight) for weight in (gate_up, down))
+        self.ops = ctx.ops
 
     def __call__(self, x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
         return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest)

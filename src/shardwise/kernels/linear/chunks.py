@@ -12,6 +12,7 @@ from shardwise.kernels.linear.tiles import (
     COLUMNS,
     FINE,
     FP4,
+    FP4_MOVED,
     FP4_WORDS,
     FP8,
     KIND,
@@ -47,7 +48,7 @@ def chunk_codes(value, fine, e_BR, o_BR, ok_BR, c_C, V: tl.constexpr, WHOLE: tl.
     all rows are `ok`; else these are 0.
     """
     K: tl.constexpr = W[COLUMNS]
-    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1  # values of a stored element
+    PER: tl.constexpr = 8 if W[KIND] >= FP4_WORDS else 2 if W[KIND] == FP4 else 1  # values of a stored element
     row_BR = e_BR.to(tl.int64) * W[ROWS] + o_BR
     at = (c_C * (V // PER))[:, None, None] + (row_BR * (K // PER))[None, :, :]
     code = value + (at[:, :, :, None] + tl.arange(0, V // PER))
@@ -69,7 +70,7 @@ def code_sums(x_CBV, raw, scales, V: tl.constexpr, W: tl.constexpr):
     Every thread sums its own chunks, so that a scale is applied once to V products.
     """
     if W[KIND] >= FP4:
-        code = e2m1_of_words(raw) if W[KIND] == FP4_WORDS else e2m1_of_bytes(raw)
+        code = e2m1_of_words(raw, W[KIND] == FP4_MOVED) if W[KIND] >= FP4_WORDS else e2m1_of_bytes(raw)
         w_CBRV = tl.reshape(code, (raw.shape[0], raw.shape[1], raw.shape[2], V)).to(tl.float32)
     else:
         w_CBRV = (e4m3(raw, W[NATIVE]) if W[KIND] == FP8 else raw).to(tl.float32)

@@ -29,6 +29,7 @@ from shardwise.kernels.linear.tiles import (
     FINE_COLUMNS,
     FINE_O,
     FINE_ROWS,
+    FP4_MOVED,
     FP4_WORDS,
     FP8,
     INVERSE,
@@ -39,7 +40,7 @@ from shardwise.kernels.linear.tiles import (
 )
 from shardwise.kernels.overlap import after_previous, let_next_come
 
-VALUES = {0: 2, 1: 4, 3: 8}  # of a word, by kind
+VALUES = {0: 2, 1: 4, 3: 8, 4: 8}  # of a word, by kind
 
 
 class Fragments(NamedTuple):
@@ -66,6 +67,17 @@ mul.lo.u32 c, $4, 4; mul.lo.u32 t, $4, 256;
 and.b32 c, c, 0x01C001C0; lop3.b32 c, c, t, 0x80008000, 0xF8; fma.rn.bf16x2 $1, c, $5, z;
 mul.lo.u32 d, $4, 64; mul.lo.u32 u, $4, 4096;
 and.b32 d, d, 0x01C001C0; lop3.b32 d, d, u, 0x80008000, 0xF8; fma.rn.bf16x2 $0, d, $5, z;
+}""")
+# The same of words in the order of arrange.py.
+E2M1_MOVED = gl.constexpr("""{
+.reg .b32 a, b, c, d, t, u, z;
+mov.b32 z, 0x80008000;
+and.b32 a, $4, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z;
+mul.lo.u32 b, $4, 8; and.b32 b, b, 0x81C081C0; fma.rn.bf16x2 $1, b, $5, z;
+mul.lo.u32 c, $4, 64; mul.lo.u32 t, $4, 2;
+and.b32 c, c, 0x01C001C0; lop3.b32 c, c, t, 0x80008000, 0xF8; fma.rn.bf16x2 $2, c, $5, z;
+shr.u32 d, $4, 3; mul.lo.u32 u, $4, 4;
+and.b32 d, d, 0x01C001C0; lop3.b32 d, d, u, 0x80008000, 0xF8; fma.rn.bf16x2 $3, d, $5, z;
 }""")
 E4M3 = gl.constexpr("""{
 .reg .b32 a, b, s, f, z;
@@ -134,7 +146,7 @@ def scale_layout(wide):
 @constexpr_function
 def values_of(W):
     """Values of a word."""
-    return 8 if W[KIND] == FP4_WORDS else 4 if W[KIND] == FP8 else 2
+    return 8 if W[KIND] >= FP4_WORDS else 4 if W[KIND] == FP8 else 2
 
 
 @constexpr_function
@@ -152,10 +164,10 @@ def _halves(word):
 @gluon.jit
 def _moved(word, scale, KIND_: gl.constexpr, SCALED: gl.constexpr):
     """Words to the values of their halves, in the order of the moves: [.., N] -> [.., N, 2 or 4 or 8]."""
-    if KIND_ == FP4_WORDS:
+    if KIND_ >= FP4_WORDS:
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            E2M1, "=&r,=&r,=&r,=&r,r,r", [word, scale], dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
-            is_pure=True, pack=1,
+            E2M1_MOVED if KIND_ == FP4_MOVED else E2M1, "=&r,=&r,=&r,=&r,r,r", [word, scale],
+            dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
         even, odd = gl.join(_halves(p0), _halves(p2)), gl.join(_halves(p1), _halves(p3))
         found = gl.join(even, odd)  # [.., half, p / 2, p % 2]
@@ -325,7 +337,7 @@ def fragment_products(
         if SECOND:
             acc2 = _step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
     products, others = gl.sum(acc, 0), gl.sum(acc2, 0) if SECOND else 0
-    if W[KIND] == FP4_WORDS:
+    if W[KIND] >= FP4_WORDS:
         products, others = products * 128.0, others * 128.0
     return products, others
 
@@ -371,7 +383,7 @@ def fits(of: Operand, x_dtype: torch.dtype) -> bool:
         return False
     if kind == PLAIN.value:
         return of.value.dtype == torch.bfloat16 and not fine
-    if kind == FP4_WORDS.value:
+    if kind >= FP4_WORDS.value:
         return fine in (8, 16, 32, 64) and of.layout[FINE_CODE.value] == 1 and of.layout[INVERSE.value] % 2 == 0
     # Scales within a step are rounded to bf16, so they have to be bf16.
     exact = of.fine.dtype == torch.bfloat16 and of.layout[INVERSE.value] % 2 == 0

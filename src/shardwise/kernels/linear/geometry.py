@@ -8,7 +8,7 @@ import torch
 from shardwise.kernels import tuning
 from shardwise.kernels.linear.tiles import Operand, Target
 
-EMPTY_VALUES = {0: torch.bfloat16, 1: torch.uint8, 3: torch.int32}
+EMPTY_VALUES = {0: torch.bfloat16, 1: torch.uint8, 3: torch.int32, 4: torch.int32}
 EMPTY_SCALES = {"bf16": torch.bfloat16, "fp32": torch.float32, "u8": torch.uint8}
 
 
@@ -24,7 +24,8 @@ class Case(NamedTuple):
 
 
 def case(rows: int, columns: int, kind: str, native_fp8: bool, grain: int = 128, halves: int = 1) -> Case:
-    """kind: "bf16", "fp8_block" in blocks of `grain`, "fp8_tensor" or "nvfp4" (per tensor; `halves` are fused)."""
+    """kind: "bf16", "fp8_block" in blocks of `grain`, "fp8_tensor", "nvfp4" or "nvfp4_moved" (per tensor;
+    `halves` are fused; moved: see arrange.py)."""
     native, share = int(native_fp8), rows // halves if halves > 1 else 0
     fine, coarse = "bf16", "bf16"
     if kind == "bf16":
@@ -35,11 +36,14 @@ def case(rows: int, columns: int, kind: str, native_fp8: bool, grain: int = 128,
     elif kind == "fp8_tensor":
         code, layout, coarse = 1, (0, 0, 0, 0, 0, share, halves, 0), "fp32"
     else:
-        code, layout, coarse, fine = 3, (16, 1, rows, columns // 16, 1, share, halves, 0), "fp32", "u8"
+        code, coarse, fine = 4 if kind == "nvfp4_moved" else 3, "fp32", "u8"
+        layout = (16, 1, rows, columns // 16, 1, share, halves, 0)
     value = torch.empty(0, dtype=EMPTY_VALUES[code])
     scales = (torch.empty(0, dtype=EMPTY_SCALES[fine]), torch.empty(0, dtype=EMPTY_SCALES[coarse]))
     of = Operand(value, *scales, (code, native, rows, columns, *layout))
-    return Case(of, {"value": {0: "*bf16", 1: "*u8", 3: "*i32"}[code], "fine": f"*{fine}", "coarse": f"*{coarse}"})
+    return Case(
+        of, {"value": {0: "*bf16", 1: "*u8", 3: "*i32", 4: "*i32"}[code], "fine": f"*{fine}", "coarse": f"*{coarse}"}
+    )
 
 
 def linears(native_fp8: bool) -> Iterator[Case]:
@@ -56,7 +60,7 @@ def linears(native_fp8: bool) -> Iterator[Case]:
 
 def banks(native_fp8: bool) -> Iterator[tuple[Case, Case]]:
     """gate|up and down of 35B-A3B's experts, whole, and cut over 8 and 3 ranks inside a block."""
-    pairs = [(512, 128, kind) for kind in ("bf16", "fp8_block", "fp8_tensor", "nvfp4")]
+    pairs = [(512, 128, kind) for kind in ("bf16", "fp8_block", "fp8_tensor", "nvfp4_moved")]
     for width, grain, kind in (*pairs, (64, 64, "fp8_block"), (64, 64, "nvfp4"), (176, 16, "fp8_block")):
         yield case(2 * width, 2048, kind, native_fp8, grain, 2), case(2048, width, kind, native_fp8, grain)
 

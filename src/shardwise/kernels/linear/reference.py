@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linear.arrange import as_stored
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits of a code; the fourth is the sign
 E4M3_MAX = 448.0
@@ -53,6 +54,8 @@ def dequantise(weight: Weight, dtype: torch.dtype = torch.float32, expert: int |
             tensor = tensor[expert // block[0] if block[0] else 0]
             block, shape = block[1:], shape[1:]
         if held.stored.role == "value":
+            if weight.moved:
+                tensor = as_stored(tensor.view(torch.int32)).view(torch.uint8)
             value = unpack_e2m1(tensor, wide) if held.stored.packed else _widened(tensor, wide)
         elif held.stored.role != "input_scale":
             factors.append((held.stored.role == "inverse_scale", _spread(_widened(tensor, wide), block, shape)))
@@ -61,6 +64,11 @@ def dequantise(weight: Weight, dtype: torch.dtype = torch.float32, expert: int |
     for inverse, factor in factors:
         value = value / factor if inverse else value * factor
     return value.to(dtype)
+
+
+def arranged(weight: Weight) -> Weight:
+    """As it is: codes are looked up one by one."""
+    return weight
 
 
 def linear(x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:

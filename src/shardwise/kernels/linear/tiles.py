@@ -23,6 +23,7 @@ PLAIN = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 FP4 = tl.constexpr(2)  # bytes of two codes
 FP4_WORDS = tl.constexpr(3)  # words of eight, where rows and scales allow it
+FP4_MOVED = tl.constexpr(4)  # words in the order of arrange.py
 
 # Indices into W, the layout that kernels are compiled for.
 KIND = tl.constexpr(0)
@@ -116,7 +117,7 @@ def _operand(weight: Weight, native_fp8: bool) -> Operand:
     if kind == 2 and value[0].block[-1] != 2:
         raise TypeError(f"{weight.spec.sources[0]}: codes packed in blocks of {value[0].block}; kernels unpack (1, 2)")
     if kind == 2 and gcd(weight.shape[-1], fine[0].block[-1] if fine else 0) % 8 == 0:
-        kind = 3
+        kind = 4 if weight.moved else 3
     inverse = sum(bit for bit, part in ((1, fine), (2, coarse)) if part and part[0].stored.role == "inverse_scale")
     layout = (
         kind,
@@ -131,7 +132,7 @@ def _operand(weight: Weight, native_fp8: bool) -> Operand:
         _expert_rows(weight, coarse[0]) if coarse else 0,
         inverse,
     )
-    spare = value[1].view(torch.int32) if kind == 3 else _bytes_view(value[1])
+    spare = value[1].view(torch.int32) if kind >= 3 else _bytes_view(value[1])
     return Operand(spare, _bytes_view(fine[1]) if fine else spare, coarse[1] if coarse else spare, layout)
 
 
@@ -155,7 +156,7 @@ def _expert_rows(weight: Weight, held: Local) -> int:
 @triton.jit
 def ask_for_rows(value, e, o_O, ok_O, W: tl.constexpr, PDL: tl.constexpr):
     """Have the beginnings of rows o of expert e on their way before the kernel waits; nothing without PDL."""
-    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1
+    PER: tl.constexpr = 8 if W[KIND] >= FP4_WORDS else 2 if W[KIND] == FP4 else 1
     WIDTH: tl.constexpr = W[COLUMNS] // PER * (value.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = 8 if WIDTH >= 1024 else 4 if WIDTH >= 512 else 0
     if PDL and LINES > 0:
@@ -194,16 +195,16 @@ def _pair(word, SIGN: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def e2m1_of_words(code):
+def e2m1_of_words(code, MOVED: tl.constexpr):
     """The eight e2m1 values of each word, lowest nibble first: [.., N] -> [.., N, 2, 2, 2], as e2m1_of_bytes.
 
-    Half the instructions: two codes are moved at a time.
+    Half the instructions: two codes are moved at a time. MOVED: the word is in the order of arrange.py.
     """
     word = code.to(tl.uint32, bitcast=True)
-    v0, v4 = _pair(word, 12, 9)
-    v1, v5 = _pair(word, 8, 5)
-    v2, v6 = _pair(word, 4, 1)
-    v3, v7 = _pair(word, 0, -3)
+    v0, v4 = _pair(word, 0 if MOVED else 12, 3 if MOVED else 9)
+    v1, v5 = _pair(word, 3 if MOVED else 8, 6 if MOVED else 5)
+    v2, v6 = _pair(word, 1 if MOVED else 4, 9 if MOVED else 1)
+    v3, v7 = _pair(word, 2 if MOVED else 0, 0 if MOVED else -3)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     return tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
 
@@ -262,13 +263,13 @@ def factors(raw, W: tl.constexpr):
 
 
 @triton.jit
-def e2m1_bf16_of_words(code):
+def e2m1_bf16_of_words(code, MOVED: tl.constexpr):
     """As e2m1_of_words, but in bf16, divided by 2 ** 126."""
     word = code.to(tl.uint32, bitcast=True)
-    v0, v4 = _pair_bf16(word, 12, 6)
-    v1, v5 = _pair_bf16(word, 8, 2)
-    v2, v6 = _pair_bf16(word, 4, -2)
-    v3, v7 = _pair_bf16(word, 0, -6)
+    v0, v4 = _pair_bf16(word, 0 if MOVED else 12, 0 if MOVED else 6)
+    v1, v5 = _pair_bf16(word, 3 if MOVED else 8, 3 if MOVED else 2)
+    v2, v6 = _pair_bf16(word, 1 if MOVED else 4, 6 if MOVED else -2)
+    v3, v7 = _pair_bf16(word, 2 if MOVED else 0, -3 if MOVED else -6)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     return tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
 
@@ -295,7 +296,7 @@ def weight_tile(value, scales, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.co
     0 where masked. Values of e2m1 come divided by 128: times e4m3 scales, bf16 and fp16 then hold them exactly.
     """
     K: tl.constexpr = W[COLUMNS]
-    PER: tl.constexpr = 8 if W[KIND] == FP4_WORDS else 2 if W[KIND] == FP4 else 1
+    PER: tl.constexpr = 8 if W[KIND] >= FP4_WORDS else 2 if W[KIND] == FP4 else 1
     UNDER: tl.constexpr = W[FINE] if SCALED and BK % W[FINE] == 0 else 1
     SHORT: tl.constexpr = SCALED and PER > 1 and W[FINE_CODE] and W[INVERSE] % 2 == 0  # scales of 4 bits
     row_O = e.to(tl.int64) * W[ROWS] + o_O
@@ -304,9 +305,9 @@ def weight_tile(value, scales, e, o_O, ok_O, k0, BK: tl.constexpr, SCALED: tl.co
     raw = tl.load(value + (row_O * (K // PER))[:, None] + k_K[None, :], mask=mask, other=0)
     if SHORT and PER == 8 and dtype == tl.bfloat16:
         s_OG = bf16_factors(scales)
-        w = tl.reshape(e2m1_bf16_of_words(raw), (raw.shape[0], BK))
+        w = tl.reshape(e2m1_bf16_of_words(raw, W[KIND] == FP4_MOVED), (raw.shape[0], BK))
     elif PER > 1:
-        w = tl.reshape(e2m1_of_words(raw) if PER == 8 else e2m1_of_bytes(raw), (raw.shape[0], BK))
+        w = tl.reshape(e2m1_of_words(raw, W[KIND] == FP4_MOVED) if PER == 8 else e2m1_of_bytes(raw), (raw.shape[0], BK))
         if SCALED:
             s_OG = factors(scales, W) * 128.0
             if SHORT:

@@ -15,11 +15,13 @@ from torch.nn.functional import linear as torch_linear
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.linear import dequantise, w8a8
+from shardwise.kernels.linear import arrange, dequantise, w8a8
 from shardwise.kernels.linear.chunks import chunk_codes, code_sums
+from shardwise.kernels.linear.fragments import available
 from shardwise.kernels.linear.geometry import linears, per_card
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
+    FP4_WORDS,
     ROWS,
     Operand,
     Target,
@@ -214,6 +216,17 @@ def linear(
     if tokens >= LIBRARY_TOKENS and x_TK.is_cuda and x_TK.element_size() == 2:
         return _library(x_TK, dequantise.dequantised(of, x_TK.dtype), out_dtype).view(shape)
     return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size()), pdl).view(shape)
+
+
+def arranged(weight: Weight) -> Weight:
+    """A bank in NVFP4 with its codes in the order of arrange.py, which takes the place of `weight`; others as they are.
+
+    Only where a device has the kernels that gain most (fragments.py).
+    """
+    packed = len(weight.shape) == 3 and any(held.stored.packed for held in weight.held)
+    if not packed or not available(weight.tensors[0].device) or operand(weight, True).kind != FP4_WORDS.value:
+        return weight
+    return arrange.arranged(weight)
 
 
 def _library(x_TK: torch.Tensor, weight_OK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
