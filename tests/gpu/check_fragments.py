@@ -78,6 +78,15 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: b
             judge(f"state {form} {shapes} T={tokens} {config}", mine, wanted_state)
 
 
+def check_router(rows: int, columns: int, tokens: int) -> None:
+    """A plain weight of few rows, as the rule has it."""
+    weight, x_TH = make_weight((rows, columns), "bf16", 0, DEVICE), torch.randn(tokens, columns, device=DEVICE)
+    (want,) = reference.linears(x_TH.bfloat16().float(), [weight], [torch.float32])
+    poison()
+    (got,) = triton.linears(x_TH.bfloat16(), [weight], [torch.float32])
+    judge(f"router {rows} x {columns} T={tokens}", got, want)
+
+
 def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int) -> None:
     hidden, top_k = 256, 8
     up = make_weight((experts, 2 * width, hidden), form, 0, DEVICE)
@@ -102,6 +111,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="*", default=FORMATS, help="one process each compiles side by side")
     torch.manual_seed(0)
+    for tokens in (3, 8, 16, 61, 65, 128):
+        for rows, columns in ((257, 2048), (65, 1088), (9, 160)):
+            check_router(rows, columns, tokens)
     for form in parser.parse_args().formats:
         for tokens in (1, 2, 7, 8, 9, 16, 31):
             for shapes in ([(96, 512)], [(40, 1536)], [(200, 352)], [(128, 512), (72, 512)]):

@@ -23,10 +23,11 @@ from shardwise.kernels.linear.fragments import (
     tokens_layout,
     values_of,
 )
-from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, ROWS, Operand, Target
+from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, PLAIN, ROWS, Operand, Target
 from shardwise.kernels.overlap import let_next_come
 
 PARTS = 3  # weights of one launch at most
+FEW_ROWS, FEW_ROWS_TOKENS = 512, (3, 128)  # a plain weight of so few rows is read so for these tokens
 MOST_TOKENS = {1: 16, 3: 32}  # by kind: beyond, tiles in shared memory are faster; plain weights only beside others
 
 
@@ -110,14 +111,16 @@ def fragment_linears_kernel(
 
 
 def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target) -> Split | None:
-    """How these weights are to be multiplied with x, if by this kernel; plain ones alone only where measured."""
+    """How these weights are to be multiplied with x, if by this kernel; plain ones alone: of few rows, or measured."""
     tokens, kinds = x_TH.shape[0], {of.kind for of in operands}
     if tokens < 2 or not all(fits(of, x_TH.dtype) for of in operands):
         return None
     found = tuning.choice(target.name, "split", [of.layout for of in operands], tokens)
-    most = min((MOST_TOKENS.get(kind, 0) for kind in kinds - {0}), default=0)
     if found:
         return Split(*found)
+    if few_plain_rows(operands):
+        return few_rows_rule(tokens) if FEW_ROWS_TOKENS[0] <= tokens <= FEW_ROWS_TOKENS[1] else None
+    most = min((MOST_TOKENS.get(kind, 0) for kind in kinds - {0}), default=0)
     return split_rule(sum(of.layout[2] for of in operands), tokens) if tokens <= most else None
 
 
@@ -127,12 +130,24 @@ def split_rule(rows: int, tokens: int) -> Split:
     return Split(16, 8 if tokens <= 8 else 16, splits, splits)
 
 
+def few_plain_rows(operands: Sequence[Operand]) -> bool:
+    """Whether this is one plain weight of few rows, such as a router."""
+    return len(operands) == 1 and operands[0].kind == PLAIN.value and operands[0].layout[2] <= FEW_ROWS
+
+
+def few_rows_rule(tokens: int) -> Split:
+    """As measured on an H200 for 257 rows of 2,048."""
+    return Split(16, 8, 8, 8) if tokens <= 64 else Split(32, 8, 8, 4)
+
+
 def split_constants(operands: Sequence[Operand], taps: int, config: Split) -> dict[str, Any]:
     """What the kernel is compiled for."""
     found: dict[str, Any] = {"BT": config.BT, "TAPS": taps, "WARPS": config.warps, "SPLITS": config.splits}
     for n in range(PARTS):
         of = operands[min(n, len(operands) - 1)]
         step, run = steps_of(of, 2 if of.kind == FP4_WORDS.value else 4)
+        if few_plain_rows(operands) and of.layout[3] % (4 * step * config.splits) == 0:
+            step *= 4  # few programs: the more is under way at once, the better
         found |= {f"W{n}": of.layout, f"M{n}": config.BM if n < len(operands) else 0}
         found |= {f"K{n}": step, f"RUN{n}": run}
     return found

@@ -298,6 +298,10 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 config = fragments.split_rule(sum(of.layout[2] for of in operands), tokens)
                 constexprs = fragments.split_constants(operands, taps, config) | {"PDL": False}
                 yield _case(fragments.fragment_linears_kernel, cases, constexprs, (config.warps, 1), 0)
+    for tokens in () if native_fp8 else (16, 128):
+        config = fragments.few_rows_rule(tokens)
+        constexprs = fragments.split_constants([router.of], 0, config) | {"PDL": False}
+        yield _case(fragments.fragment_linears_kernel, (router,), constexprs, (config.warps, 1), 0)
     for kind in ("bf16", "fp8_block", "nvfp4"):
         delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for kib in (64, 99, 227):
