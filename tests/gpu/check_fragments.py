@@ -19,6 +19,7 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.conv.reference import causal_conv
 from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.tiles import operand
+from shardwise.kernels.linear.triton import arranged
 from shardwise.kernels.linears import fragments as splits
 from shardwise.kernels.linears import reference, triton
 from shardwise.kernels.linears.reference import Conv
@@ -102,9 +103,12 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         found.append({"what": f"{form} {width}", "error": 0.0, "right": True, "left_out": True})
         return
     want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
-    poison()
-    got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
-    judge(f"experts {form}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
+    for order in ("as stored", "moved"):
+        if order == "moved":
+            of[:2] = (operand(arranged(weight), True) for weight in (up, down))
+        poison()
+        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
+        judge(f"experts {form} {order}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
 
 
 def main() -> int:
