@@ -7,7 +7,7 @@ import torch
 
 from shardwise.kernels.linear.reference import dequantise
 from shardwise.kernels.linear.tiles import Target
-from shardwise.kernels.moe import reference, sort
+from shardwise.kernels.moe import grouped, reference, sort
 from shardwise.kernels.moe import triton as fast
 from shardwise.shard import Partition, Segment
 from tests.kernels.weights import FORMATS, cut_weight, make_weight, sources_of, spec_of
@@ -130,6 +130,24 @@ def test_triton_takes_fp16(form, tokens, device):
     x = randn(tokens, 64).half().to(device)
     expected = reference.moe(x, *banks, ids, weights)
     assert relative(fast.moe(x, *banks, ids, weights, target=SMALL), expected) < 3e-3
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_channel", "nvfp4"])
+@pytest.mark.usefixtures("poison")
+def test_banks_made_plain_for_many_pairs(form, device, monkeypatch):
+    """As tiles that convert, whatever the scales; some experts are other ranks', some have no token."""
+    made, dequantised = [], grouped.dequantise.dequantised
+    monkeypatch.setattr(
+        grouped.dequantise, "dequantised", lambda *args, **kw: made.append(1) or dequantised(*args, **kw)
+    )
+    monkeypatch.setattr(grouped, "PLAIN_PAIRS", 0)
+    monkeypatch.setattr(grouped, "ROOMY_KIB", 0)
+    banks = make_weight((5, 96, 80), form, device=device), make_weight((5, 80, 48), form, 1, device)
+    ids, weights = choose(20, 9, 3, device)
+    x = randn(20, 80).half().to(device)
+    expected = reference.moe(x, *banks, ids, weights, 2)
+    assert relative(fast.moe(x, *banks, ids, weights, 2, SMALL), expected) < 3e-3
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor", "fp8_channel", "nvfp4", "nvfp4_ct"])

@@ -12,7 +12,8 @@ import torch
 class Sequences:
     """T tokens of S sequences, laid end to end; sequence s has rows starts[s] .. starts[s + 1].
 
-    The first `decodes` sequences have exactly one token each; the others are chunks of prompts, of any length.
+    The first `decodes` sequences have exactly one token each; the others are chunks of prompts, of any length,
+    none in graphs.
     Padding (for fixed shapes in a graph) is a sequence of one token with state_rows 0 and kv_slots 0: row 0 and page 0
     are never given to a request.
     """

@@ -14,8 +14,8 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.sequences import Sequences
 
 DECODE_CHANNELS = 128
-PREFILL_CHANNELS = 64
-PREFILL_TOKENS = 32
+PREFILL_CHANNELS = 128
+PREFILL_TOKENS = 16
 
 
 @triton.jit

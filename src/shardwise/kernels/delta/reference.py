@@ -49,7 +49,9 @@ def gated_delta(
             part, state_VKD = slice(starts[s], starts[s + 1]), state_RVKD[rows[s]]
             if context[s] == 0:
                 state_VKD.zero_()
-            out_TVD[part] = chunked(q_TVK[part], k_TVK[part], v_TVD[part], g_TV[part], beta_TV[part], state_VKD)
+            if starts[s] < starts[s + 1]:
+                gates = g_TV[part], beta_TV[part]
+                out_TVD[part] = chunked(q_TVK[part], k_TVK[part], v_TVD[part], *gates, state_VKD)
     return out_TVD
 
 

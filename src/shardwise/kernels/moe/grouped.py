@@ -14,10 +14,15 @@ import triton.language as tl
 
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear import dequantise
 from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
 from shardwise.kernels.moe import sort
+
+# From so many pairs an expert on, making its weights plain is less than what tiles lose by doing so; on cards whose
+# shared memory holds tiles of 256 rows, which have memory for a bank of a layer, too.
+PLAIN_PAIRS, ROOMY_KIB = 256, 128
 
 
 @triton.jit
@@ -194,17 +199,22 @@ def _outputs(
     """y [M, H]: the output of each pair, in the order of the pairs; chosen: tokens, and experts a token."""
     (tokens, top_k), (hidden, width), experts = chosen, down_bank.layout[2:4], len(starts_E1) - 1
     device, pairs, BE = x_TH.device, len(order_M), power_of_two(experts)
-    BT, up_config, config = grouped_configs(up_bank, down_bank, tokens, pairs / experts, target, x_TH.element_size())
+    made = PLAIN_PAIRS * experts <= pairs and target.shared_kib > ROOMY_KIB and x_TH.element_size() == 2
+    views = [dequantise.plain_view(bank) if made else bank for bank in (up_bank, down_bank)]
+    BT, up_config, config = grouped_configs(*views, tokens, pairs / experts, target, x_TH.element_size())
     tiles = min(pairs, experts + pairs // BT)
     act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
     BI = up_config.BO // 2
+    bank = dequantise.plain_bank(up_bank, x_TH.dtype) if made else up_bank
     grouped_gate_up_kernel[(tiles * triton.cdiv(width, BI),)](
-        x_TH, x_TH.stride(0), *up_bank.tensors(), act_MI, order_M, starts_E1, experts, top_k, up_bank.layout, BE, BI,
-        BT, up_config.BK, num_warps=up_config.warps, num_stages=up_config.stages,
+        x_TH, x_TH.stride(0), *bank.tensors(), act_MI, order_M, starts_E1, experts, top_k, bank.layout, BE, BI, BT,
+        up_config.BK, num_warps=up_config.warps, num_stages=up_config.stages,
     )  # fmt: skip
+    del bank  # its memory serves for the other one
+    bank = dequantise.plain_bank(down_bank, x_TH.dtype) if made else down_bank
     y_MH = torch.empty((pairs, hidden), dtype=x_TH.dtype, device=device)
     grouped_down_kernel[(tiles * triton.cdiv(hidden, config.BO),)](
-        act_MI, *down_bank.tensors(), y_MH, order_M, starts_E1, experts, down_bank.layout, BE, config.BO, BT,
+        act_MI, *bank.tensors(), y_MH, order_M, starts_E1, experts, bank.layout, BE, config.BO, BT,
         config.BK, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return y_MH
@@ -217,6 +227,7 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     constexprs = {"SHARED": True, "TOP_K": 8, "BK": 8, "BLOCK": 1024}
     yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
     yield from sort.compile_cases()
+    yield from _plain_cases(native_fp8, types)
     for up, down in banks(native_fp8):
         if down.of.layout[3] == 64:  # a width as any other for these kernels
             continue
@@ -233,6 +244,24 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
             constexprs = {"W": down.of.layout, "BE": 256, "BT": config.BT, "BK": config.BK, "BO": config.BO}
             signed = signature(grouped_down_kernel, constexprs, types | down.types)
             yield CompileCase(grouped_down_kernel, signed, constexprs, config.warps, config.stages, shared_bytes)
+
+
+def _plain_cases(native_fp8: bool, types: dict[str, str]) -> Iterator[CompileCase]:
+    """Banks that were made plain, with their coarse scales, where that is done."""
+    for up, down in banks(native_fp8):
+        if down.of.layout[3] == 64 or up.of.kind == 0 or up.of.layout[9] < 0 or not native_fp8:
+            continue
+        views = dequantise.plain_view(up.of), dequantise.plain_view(down.of)
+        for name, kib in (("", 227), *tuning.measured(native_fp8)):
+            BT, *both = grouped_configs(*views, 1 << 30, PLAIN_PAIRS, Target(native_fp8, kib, name), 2)
+            for kernel, view, bank, config in (
+                (grouped_gate_up_kernel, views[0], up, both[0]),
+                (grouped_down_kernel, views[1], down, both[1]),
+            ):
+                own = {"TOP_K": 8, "BI": config.BO // 2} if kernel is grouped_gate_up_kernel else {"BO": config.BO}
+                constexprs = {"W": view.layout, "BE": 256, "BT": BT, "BK": config.BK, **own}
+                signed = signature(kernel, constexprs, types | bank.types | {"value": "*bf16", "fine": "*bf16"})
+                yield CompileCase(kernel, signed, constexprs, config.warps, config.stages, kib * 1024)
 
 
 def _configs(bank: Operand, card: Target, up: Operand, down: Operand) -> list[Grouped]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
 
-RANKED_PAIRS = 8192  # up to so many, comparing all pairs with all is one launch
+RANKED_PAIRS = 2048  # up to so many, comparing all pairs with all is one launch
 BLOCK_PAIRS = 256
 
 
