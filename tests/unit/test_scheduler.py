@@ -59,6 +59,17 @@ def test_long_prompts_are_cut_and_the_rest_of_the_budget_goes_on():
     assert third.plan.chunks[0].new_pages == [9]
 
 
+def test_steps_are_shorter_while_answers_go_on():
+    scheduler = Scheduler(make_limits(busy_tokens=6))
+    started(scheduler, make(0, prompt=3), make(1, prompt=30))
+    steps = []
+    for _ in range(3):
+        steps.append(scheduler.plan())
+        finish(scheduler, steps[-1])
+    assert [counts(step) for step in steps[:2]] == [[("r0", 0, 3), ("r1", 0, 13)], [("r0", 3, 1), ("r1", 13, 5)]]
+    assert [sum(count for _, _, count in counts(step)) for step in steps] == [16, 6, 6]
+
+
 def test_answers_go_before_prompts_that_came_earlier():
     scheduler = Scheduler(make_limits(max_num_batched_tokens=4))
     old, new = started(scheduler, make(0, prompt=4), make(1, prompt=12, priority=-1))

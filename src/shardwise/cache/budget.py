@@ -32,6 +32,7 @@ class Defaults:
 
 
 DEFAULTS = {"cpu": Defaults(64, 1024), "cuda": Defaults(128, 8192)}
+AMPLE_TOKENS, AMPLE_BYTES = 16384, 32 * GIB  # of a step of nothing but prompts, if so much is left beside the weights
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ class Budget:
     @property
     def kv_tokens(self) -> int:
         return (self.pages - 1) * self.page_tokens
+
+
+def step_tokens(serve: ServeConfig, device_type: str, free_bytes: int) -> int:
+    """Tokens of the largest step: the user's number, or the device's default, or more where memory is ample."""
+    usual = DEFAULTS[device_type].max_num_batched_tokens
+    ours = AMPLE_TOKENS if device_type == "cuda" and free_bytes >= AMPLE_BYTES else usual
+    return serve.max_num_batched_tokens or ours
+
+
+def busy_tokens(serve: ServeConfig, device_type: str) -> int:
+    """Tokens of the largest step in which any answer goes on: its next token waits for the whole step."""
+    return serve.max_num_batched_tokens or DEFAULTS[device_type].max_num_batched_tokens
 
 
 def sequences(
@@ -138,8 +151,11 @@ def settle(
     pages: int,
     snapshot_rows: int = 0,
     slots: int = 0,
+    most_tokens: int = 0,
 ) -> Budget:
     """The limits of the server from the least number of requests, snapshots and pages that any rank affords.
+
+    most_tokens: of a step; 0: as for a device whose memory is not ample.
 
     A cache smaller than asked for is made as large as it can be while that is of use, with a warning. Raises
     ConfigError if not, or if a request of --max-model-len tokens, or of one page, would not fit.
@@ -172,7 +188,7 @@ def settle(
         )
     return Budget(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=serve.max_num_batched_tokens or DEFAULTS[device_type].max_num_batched_tokens,
+        max_num_batched_tokens=most_tokens or step_tokens(serve, device_type, 0),
         max_model_len=min(longest, pages * size),
         rows=max_num_seqs + 1,
         pages=pages + 1,

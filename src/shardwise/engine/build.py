@@ -15,11 +15,13 @@ from shardwise.cache.budget import (
     Budget,
     affordable_pages,
     affordable_slots,
+    busy_tokens,
     floor_bytes,
     idle_bytes,
     sequences,
     settle,
     snapshots,
+    step_tokens,
 )
 from shardwise.cache.pool import CacheSpecs, allocate
 from shardwise.cache.store import HostStore
@@ -55,6 +57,7 @@ from shardwise.engine.memory import local_devices, rank_memory
 from shardwise.engine.messages import CacheResized, Ready, ResizeCache, Stats
 from shardwise.engine.place import device_kind, place, sharers, warn_of_others
 from shardwise.engine.plan import Chunk, StepPlan
+from shardwise.engine.prompt_graphs import graph_tokens
 from shardwise.engine.request import Limits
 from shardwise.engine.resize import RankSizes, resized
 from shardwise.engine.reuse import ReuseOptions
@@ -194,9 +197,13 @@ def budget(
     kind = ctx.device.type
     row_bytes = made.caches.row_bytes(made.partitions, ctx.rank)
     page_bytes = made.caches.page_bytes(made.partitions, ctx.rank)
-    step_tokens = settle(serve, made.model, kind, 1, 1 << 40).max_num_batched_tokens if kind == "cuda" else 64
-    step_tokens = min(step_tokens, made.model.max_position_embeddings)
-    step_bytes = trial(made, model, ctx, step_tokens, serve.page_tokens)
+    settle(serve, made.model, kind, 1, 1 << 40)  # what cannot be served is said before anything is tried
+    left = ctx.comm.minimum(free_bytes(serve, ctx, local_ranks)) if kind == "cuda" and offload is None else 0
+    most_tokens = step_tokens(serve, kind, left)
+    tried_tokens = min(most_tokens if kind == "cuda" else 64, made.model.max_position_embeddings)
+    step_bytes = trial(made, model, ctx, tried_tokens, serve.page_tokens)
+    if kind == "cuda" and serve.graphs and ctx.world == 1:
+        step_bytes += step_bytes * graph_tokens(tried_tokens) // tried_tokens
     if made.vision is not None and features is not None:
         step_bytes = max(step_bytes, vision_trial(serve, features, ctx)) + made.vision.cache_bytes(serve, ctx)
     if kind == "cuda":
@@ -217,7 +224,7 @@ def budget(
         free -= slots * offload.slot_bytes
     own_pages = affordable_pages(free, rows_bytes, page_bytes)
     pages = ctx.comm.minimum(own_pages)
-    limits = settle(serve, made.model, kind, seqs, pages, kept, slots)
+    limits = settle(serve, made.model, kind, seqs, pages, kept, slots, most_tokens)
     idle = idle_bytes(own_pages, pages, page_bytes)
     if limits.pages >= pages and idle > IDLE_SHARE * max(free, 1):
         logger.warning(
@@ -270,7 +277,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
     runner = Runner(model, caches, tables, ctx, features, store, offload)
     capturable = comm.capturable and (offload is None or offload.direct)
     if serve.graphs and device.type == "cuda" and ctx.ops.name == "triton" and capturable:
-        runner.capture()
+        runner.capture(limits.max_num_batched_tokens)
     return Rank(made, ctx, runner, limits, environment.local_world, offload)
 
 
@@ -289,6 +296,7 @@ class Leader:
                 pages=limits.pages - 1,
                 page_tokens=limits.page_tokens,
                 vocab_size=model.vocab_size,
+                busy_tokens=busy_tokens(serve, rank.made.device_type),
             ),
             rank.runner,
             model.eos_token_ids,

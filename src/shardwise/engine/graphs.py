@@ -4,8 +4,9 @@ Legend: B requests of a graph (padded with row 0), P pages of its longest contex
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,13 +126,22 @@ class DecodeGraphs:
             tokens_B, positions_B = inputs.wide_3B[:2]
             return self.model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens)
 
-        # Once outside the graph on the stream that captures, so that compilers and communicators set themselves up.
-        stream = torch.cuda.Stream(self.ctx.device)
-        stream.wait_stream(torch.cuda.current_stream(self.ctx.device))
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream(self.ctx.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-            logits_BV = step()
+        graph, logits_BV = captured(step, self.pool, self.ctx.device)
         return Captured(graph, inputs, logits_BV)
+
+
+def captured(
+    step: Callable[[], torch.Tensor], pool: Any, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """`step` as a graph, and what it returned: written anew by each replay. pool: of memory, shared with other graphs
+    that run one after the other."""
+    # Once outside the graph on the stream that captures, so that compilers and communicators set themselves up.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        out = step()
+    return graph, out

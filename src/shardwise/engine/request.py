@@ -41,6 +41,7 @@ class Limits:
     pages: int
     page_tokens: int
     vocab_size: int
+    busy_tokens: int = 1 << 30  # of a step in which any answer goes on, if that is less
     prompt_logits_tokens: int = 128  # prompt tokens of one step whose logits are kept: each is a vocabulary wide
 
     def __post_init__(self) -> None:

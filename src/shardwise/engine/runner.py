@@ -17,6 +17,7 @@ from shardwise.engine.engine import StepLogits
 from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
 from shardwise.engine.plan import Chunk, Resize, StepPlan
+from shardwise.engine.prompt_graphs import PromptGraphs
 from shardwise.engine.tables import PageTables
 from shardwise.experts.offload import Offload
 from shardwise.kernels.sequences import Sequences
@@ -137,12 +138,23 @@ class Runner:
         self.offload = offload  # experts that are not on the device
         self.graphs: DecodeGraphs | None = None
         self._committed: tuple[list[int], torch.Tensor] = [], self.last_tokens[:0]  # rows of the last commit
+        self.prompt_graphs: PromptGraphs | None = None
+        self._step_tokens = 0
 
-    def capture(self) -> None:
-        """Make decode steps graphs; every rank at the same time."""
+    def capture(self, step_tokens: int = 0) -> None:
+        """Make decode steps graphs, and short prompts on one rank (not tried on more); every rank at the same time.
+
+        step_tokens: of the largest step; 0: as before.
+        """
         most_tokens = self.offload.graph_tokens if self.offload else 1 << 30
-        self.graphs = DecodeGraphs(self.model, self.caches, self.tables, self.last_tokens, self.ctx, most_tokens)
-        self.graphs.capture_all()
+        self._step_tokens = step_tokens or self._step_tokens
+        parts = self.model, self.caches, self.tables, self.last_tokens, self.ctx
+        graphs = DecodeGraphs(*parts, most_tokens)
+        prompt_tokens = min(self._step_tokens, most_tokens) if self.ctx.world == 1 else 0
+        prompt_graphs = PromptGraphs(*parts, prompt_tokens, graphs.pool)
+        prompt_graphs.capture_some()
+        graphs.capture_all()
+        self.graphs, self.prompt_graphs = graphs, prompt_graphs
 
     def run(self, plan: StepPlan) -> StepLogits | None:
         """First rank: one step on all ranks. None if the plan has no chunk."""
@@ -176,7 +188,7 @@ class Runner:
     @torch.inference_mode()
     def resize(self, plan: StepPlan, to: Resize) -> None:
         """Other numbers of pages and slots of experts: first what shrinks. Graphs, which know addresses, come anew."""
-        captured, self.graphs = self.graphs is not None, None
+        captured, self.graphs, self.prompt_graphs = self.graphs is not None, None, None
         if plan.host is not None and self.store is not None:
             self.store.out(plan.host)
         shrinks = self.offload is not None and to.slots < self.offload.count
@@ -208,6 +220,9 @@ class Runner:
         graphs = self.graphs if self.graphs and len(chunks) <= self.graphs.sizes[-1] else None
         if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return graphs.run(chunks)
+        shape = self.prompt_graphs.shape_of(chunks) if self.prompt_graphs else None
+        if self.prompt_graphs and shape:
+            return self.prompt_graphs.run(shape, chunks)
         batch = build_batch(chunks, self.tables, self.ctx.device)
         features_FH = self.features.of(chunks) if self.features is not None else None
         return self.model(

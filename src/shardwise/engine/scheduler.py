@@ -93,9 +93,11 @@ class Scheduler:
 
         Without anything to do, a step without chunks. Steps must be finished in the order they were planned.
         """
-        grants = _Grants(self.limits.max_num_batched_tokens, self.limits.prompt_logits_tokens)
+        decoding = [r for r in self.running if r.decoding]
+        most = min(self.limits.max_num_batched_tokens, self.limits.busy_tokens if decoding else 1 << 30)
+        grants = _Grants(most, self.limits.prompt_logits_tokens)
         saves = self.reuse.saves()
-        for request in [r for r in self.running if r.decoding]:
+        for request in decoding:
             self._grant(request, grants)
         for request in [r for r in self.running if not r.decoding]:
             self._grant(request, grants)
