@@ -73,13 +73,12 @@ def shape_of(chunks: Sequence[Chunk], most: Shape) -> Shape | None:
     if not prompts or any(chunk.axes or chunk.spans or chunk.prompt_logits for chunk in chunks):
         return None
     sizes = [(DECODES, decodes), (CHUNKS, prompts), ([n for n in TOKENS if n <= most.tokens], tokens)]
-    at = [bisect_left(choices, count) for choices, count in sizes]
-    if any(n == len(choices) for n, (choices, _) in zip(at, sizes, strict=True)):
+    found = [next((choice for choice in choices if choice >= count), -1) for choices, count in sizes]
+    if min(found) < 0:
         return None
-    found = [choices[n] for n, (choices, _) in zip(at, sizes, strict=True)]
     lengths = [length for length in LENGTHS if length < most.length and found[0]] + [most.length]
     longest = max(chunk.start + chunk.count for chunk in chunks)
-    return Shape(*found, lengths[bisect_left(lengths, longest)])
+    return Shape(found[0], found[1], found[2], lengths[bisect_left(lengths, longest)])
 
 
 def fill(shape: Shape, chunks: Sequence[Chunk], tables: PageTables) -> Host:
