@@ -46,13 +46,15 @@ VALUES = {0: 2, 1: 4, 3: 8, 4: 8}  # of a word, by kind
 
 class Fragments(NamedTuple):
     """A configuration: rows (of each of two products, if there are two) and values of `in` of a step, consecutive words
-    that a thread reads, warps, and into how many parts these part `in`; those of one part share the rows."""
+    that a thread reads, warps, and into how many parts these part `in`; those of one part share the rows. tiles: of so
+    many rows that a program makes, one after another."""
 
     BM: int
     BK: int
     RUN: int
     warps: int
     splits: int = 1
+    tiles: int = 1
 
 
 @constexpr_function
@@ -113,6 +115,12 @@ def values_of(W):
 def words_scaled(W, BK):
     """Words under one scale where scales vary within a step; 0 where they do not."""
     return W[FINE] // values_of(W) if W[FINE] and W[FINE] % BK else 0
+
+
+@constexpr_function
+def split_columns(W, BK, SPLITS):
+    """Values of `in` of a split, in whole steps."""
+    return (W[COLUMNS] + SPLITS * BK - 1) // (SPLITS * BK) * BK
 
 
 @gluon.jit
@@ -186,6 +194,12 @@ def _weights(
 
 
 @gluon.jit
+def turned_place(k, VALUES: gl.constexpr):
+    """Where value k of an input lies if each word's values are in the order of the moves."""
+    return k // VALUES * VALUES + k % (VALUES // 2) * 2 + k % VALUES // (VALUES // 2)
+
+
+@gluon.jit
 def _along(v, AXIS: gl.constexpr):
     """[N] as one axis of three."""
     if AXIS == 0:
@@ -221,15 +235,10 @@ def _loaded(pointer, at, columns, k0, ok, LIMIT: gl.constexpr, WHOLE: gl.constex
 
 
 @gluon.jit
-def _input(
-    x, at, k_K, k0, ok, VALUES: gl.constexpr, K: gl.constexpr, EVEN: gl.constexpr, SPLITS: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    """Values k0 and on of the tokens as the right operand [S, K, T], in the order of the weights."""
-    if EVEN:  # noqa: SIM108 (what is read for no token stays in its column)
-        x_SKT = gl.load(x + (at + k0), mask=ok)
-    else:
-        x_SKT = gl.load(x + (at + k0), mask=ok & (k_K + k0 < K), other=0)
+def _turned(
+    x_SKT, VALUES: gl.constexpr, SPLITS: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr
+):
+    """Values of the input in the order of the weights."""
     if VALUES > 2:
         x_SKT = gl.reshape(x_SKT, (SPLITS, BK // VALUES, 2, VALUES // 2, BT))
         x_SKT = gl.reshape(gl.permute(x_SKT, (0, 1, 3, 2, 4)), (SPLITS, BK, BT))
@@ -237,69 +246,120 @@ def _input(
 
 
 @gluon.jit
-def fragment_products(
-    x, x_at_T, ok_T, value, fine, expert, o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr,
-    BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
-    PDL: gl.constexpr,
+def _input(
+    x, at, k_K, k0, ok, VALUES: gl.constexpr, K: gl.constexpr, EVEN: gl.constexpr, SPLITS: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """weight[expert, o0 : o0 + BM] @ x.T -> [M, T] fp32, without coarse scales; and the same of rows SECOND further on.
+    """Values k0 and on of the tokens as the right operand [S, K, T], in the order of the weights."""
+    if EVEN:  # noqa: SIM108 (what is read for no token stays in its column)
+        x_SKT = gl.load(x + (at + k0))
+    else:
+        x_SKT = gl.load(x + (at + k0), mask=ok & (k_K + k0 < K), other=0)
+    return _turned(x_SKT, VALUES, SPLITS, BT, BK, RIGHT)
 
-    x_at_T, ok_T: of each token (in tokens_layout), the offset of its row, and whether there is one. Rows from LIMIT on
-    give 0. SECOND: 0 for one product; the second is then nothing. value: as words of int32. SPLITS: parts of `in` that
-    go side by side. PDL: the first weights are read before this kernel waits for the one before it.
-    """
+
+@gluon.jit
+def _places(
+    o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr,
+    RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Of an expert's words and its scales: offsets, columns, and which rows there are; scales also of the second rows."""
     VALUES: gl.constexpr = values_of(W)
     UNDER: gl.constexpr = words_scaled(W, BK)
-    K: gl.constexpr = W[COLUMNS]
-    WORDS: gl.constexpr = K // VALUES
-    PART: gl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK  # values of a split
-    EVEN: gl.constexpr = K % (BK * SPLITS) == 0
-    WHOLE: gl.constexpr = EVEN and LIMIT % BM == 0
-    GRAIN: gl.constexpr = W[FINE] if W[FINE] else K
+    PART: gl.constexpr = split_columns(W, BK, SPLITS)
+    GRAIN: gl.constexpr = W[FINE] if W[FINE] else W[COLUMNS]
     gl.static_assert(SPLITS == 1 or W[FINE] == 0 or PART % GRAIN == 0, "a split begins under a scale of its own")
-    PRODUCT: gl.constexpr = product_layout(WARPS, SPLITS)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
     LAID: gl.constexpr = word_layout(BM, BK // VALUES, RUN, 0, WARPS, SPLITS)
-    value += expert.to(gl.int64) * (W[ROWS] * WORDS)
-    fine += expert.to(gl.int64) * (W[FINE_ROWS] * W[FINE_COLUMNS])
     o_M, n_N = o0 + _range(BM, 1, LAID), _range(SPLITS, 0, LAID) * (PART // VALUES) + _range(BK // VALUES, 2, LAID)
-    at, ok = o_M * WORDS + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
-    SCALED: gl.constexpr = scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS)) if UNDER else PRODUCT
+    at, ok = o_M * (W[COLUMNS] // VALUES) + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
+    SCALED: gl.constexpr = (
+        scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS)) if UNDER else product_layout(WARPS, SPLITS)
+    )
     so_M, g_G = o0 + _range(BM, 1, SCALED), _range(SPLITS, 0, SCALED) * (PART // GRAIN)
     if UNDER:
         g_G += _range(BK // GRAIN, 2, SCALED)
     s_ok = so_M < LIMIT if LIMIT % BM else so_M * 0 == 0
     s_at = g_G + (so_M // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
     s2_at = g_G + ((so_M + SECOND) // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
+    return at, n_N, ok, s_at, s2_at, g_G, s_ok
+
+
+@gluon.jit
+def _held(value, fine, places, n0, g0, go, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr):
+    """Words and scales of a step, of both products, if go."""
+    WORDS: gl.constexpr = W[COLUMNS] // values_of(W)
+    at, n_N, ok, s_at, s2_at, g_G, s_ok = places
+    w = _loaded(value, at, n_N, n0, ok, WORDS, WHOLE, go)
+    w2 = _loaded(value, at + SECOND * WORDS, n_N, n0, ok, WORDS, WHOLE, go) if SECOND else w
+    s = _loaded(fine, s_at, g_G, g0, s_ok, W[FINE_COLUMNS], WHOLE, go) if W[FINE] else w
+    s2 = _loaded(fine, s2_at, g_G, g0, s_ok, W[FINE_COLUMNS], WHOLE, go) if W[FINE] and SECOND else s
+    return w, w2, s, s2
+
+
+@gluon.jit
+def fragment_bank(value, fine, expert, W: gl.constexpr):
+    """Where an expert's words and scales begin."""
+    value += expert.to(gl.int64) * (W[ROWS] * (W[COLUMNS] // values_of(W)))
+    return value, fine + expert.to(gl.int64) * (W[FINE_ROWS] * W[FINE_COLUMNS])
+
+
+@gluon.jit
+def fragment_first(
+    value, fine, o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr,
+    RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """What fragment_products multiplies first, on its way."""
+    WHOLE: gl.constexpr = W[COLUMNS] % (BK * SPLITS) == 0 and LIMIT % BM == 0
+    places = _places(o0, LIMIT, SECOND, W, BM, BK, RUN, WARPS, SPLITS)
+    return _held(value, fine, places, 0, 0, o0 >= 0, LIMIT, SECOND, W, WHOLE)
+
+
+@gluon.jit
+def fragment_products(
+    x, x_at_T, ok_T, value, fine, held, o0, then, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    TURNED: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """weight[o0 : o0 + BM] @ x.T -> [M, T] fp32, without coarse scales; and the same of rows SECOND further on; and
+    what is multiplied first of the next BM rows, if `then` and TILES > 1 say that they come next.
+
+    x_at_T, ok_T: of each token (in tokens_layout), the offset of its row (one that may be read, where there is no
+    token), and whether there is one. value, fine: see fragment_bank; held: see fragment_first. Rows from LIMIT on
+    give 0. SECOND: 0 for one product; the second is then nothing. value: as words of int32. SPLITS: parts of `in` that
+    go side by side. TURNED: x lies in the order of the weights, see turned_place.
+    """
+    VALUES: gl.constexpr = values_of(W)
+    K: gl.constexpr = W[COLUMNS]
+    PART: gl.constexpr = split_columns(W, BK, SPLITS)
+    EVEN: gl.constexpr = K % (BK * SPLITS) == 0
+    WHOLE: gl.constexpr = EVEN and LIMIT % BM == 0
+    GRAIN: gl.constexpr = W[FINE] if W[FINE] else K
+    gl.static_assert(TILES == 1 or WHOLE, "tiles that follow each other are whole")
+    PRODUCT: gl.constexpr = product_layout(WARPS, SPLITS)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
+    places = _places(o0, LIMIT, SECOND, W, BM, BK, RUN, WARPS, SPLITS)
     k_K, x_ok = _range(SPLITS, 0, RIGHT) * PART + _range(BK, 1, RIGHT), _along(ok_T, 2)
     x_at = _along(x_at_T, 2) + k_K
-    here = o0 >= 0
-    next_w = _loaded(value, at, n_N, 0, ok, WORDS, WHOLE, here)
-    next2_w = _loaded(value, at + SECOND * WORDS, n_N, 0, ok, WORDS, WHOLE, here) if SECOND else next_w
-    next_s = _loaded(fine, s_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] else 0
-    next2_s = _loaded(fine, s2_at, g_G, 0, s_ok, W[FINE_COLUMNS], WHOLE, here) if W[FINE] and SECOND else next_s
-    after_previous(PDL)
-    let_next_come(PDL)
     acc = gl.zeros((SPLITS, BM, BT), gl.float32, layout=PRODUCT)
     acc2 = acc
+    next_w, next2_w, next_s, next2_s = held
     for k0 in range(0, PART, BK):
-        x_SKT = _input(x, x_at, k_K, k0, x_ok, VALUES, K, EVEN, SPLITS, BT, BK, RIGHT)
+        x_SKT = _input(x, x_at, k_K, k0, x_ok, 2 if TURNED else VALUES, K, EVEN, SPLITS, BT, BK, RIGHT)
         w, w2, s, s2 = next_w, next2_w, next_s, next2_s
         n1, g1, more = (k0 + BK) // VALUES, (k0 + BK) // GRAIN, k0 + BK < PART
-        next_w = _loaded(value, at, n_N, n1, ok, WORDS, WHOLE, more)
-        if SECOND:
-            next2_w = _loaded(value, at + SECOND * WORDS, n_N, n1, ok, WORDS, WHOLE, more)
-        if W[FINE]:
-            next_s = _loaded(fine, s_at, g_G, g1, s_ok, W[FINE_COLUMNS], WHOLE, more)
-            if SECOND:
-                next2_s = _loaded(fine, s2_at, g_G, g1, s_ok, W[FINE_COLUMNS], WHOLE, more)
+        if TILES > 1:
+            beyond = o0 * 0
+            if W[FINE_O]:
+                beyond = ((o0 + BM) // W[FINE_O] - o0 // W[FINE_O]) * W[FINE_COLUMNS]
+            n1, g1, more = gl.where(more, n1, BM * (K // VALUES)), gl.where(more, g1, beyond), more | then
+        next_w, next2_w, next_s, next2_s = _held(value, fine, places, n1, g1, more, LIMIT, SECOND, W, WHOLE)
         acc = _step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
         if SECOND:
             acc2 = _step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
     products, others = gl.sum(acc, 0), gl.sum(acc2, 0) if SECOND else 0
     if W[KIND] >= FP4_WORDS:
         products, others = products * 128.0, others * 128.0
-    return products, others
+    return products, others, (next_w, next2_w, next_s, next2_s)
 
 
 @gluon.jit

@@ -3,18 +3,17 @@
 from triton.experimental.gluon import language as gl
 
 # Two codes at a time to the places of sign, exponent and fraction of bf16; what the exponents' biases differ by goes
-# into a factor. Products shift to the left, since the unit of logic has enough to do; -0.0 is added since sm_80 has fma
+# into a factor. Products shift to the left, one by the sum of two powers of two to two places at once, since the unit of
+# logic has enough to do; -0.0 is added since sm_80 has fma
 # of bf16, but no product.
 E2M1 = gl.constexpr("""{
-.reg .b32 a, b, c, d, s, t, u, z;
+.reg .b32 a, b, c, d, v, z;
 mov.b32 z, 0x80008000;
-shr.u32 a, $4, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, a, $4, 0x80008000, 0xF8; fma.rn.bf16x2 $3, a, $5, z;
-shr.u32 b, $4, 2; mul.lo.u32 s, $4, 16;
-and.b32 b, b, 0x01C001C0; lop3.b32 b, b, s, 0x80008000, 0xF8; fma.rn.bf16x2 $2, b, $5, z;
-mul.lo.u32 c, $4, 4; mul.lo.u32 t, $4, 256;
-and.b32 c, c, 0x01C001C0; lop3.b32 c, c, t, 0x80008000, 0xF8; fma.rn.bf16x2 $1, c, $5, z;
-mul.lo.u32 d, $4, 64; mul.lo.u32 u, $4, 4096;
-and.b32 d, d, 0x01C001C0; lop3.b32 d, d, u, 0x80008000, 0xF8; fma.rn.bf16x2 $0, d, $5, z;
+and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z;
+and.b32 b, $4, 0x00F000F0; mul.lo.u32 b, b, 0x0104; and.b32 b, b, 0x81C081C0; fma.rn.bf16x2 $1, b, $5, z;
+shr.u32 v, $4, 8;
+and.b32 c, v, 0x000F000F; mul.lo.u32 c, c, 0x1040; and.b32 c, c, 0x81C081C0; fma.rn.bf16x2 $2, c, $5, z;
+and.b32 d, v, 0x00F000F0; mul.lo.u32 d, d, 0x0104; and.b32 d, d, 0x81C081C0; fma.rn.bf16x2 $3, d, $5, z;
 }""")
 # The same of words in the order of arrange.py.
 E2M1_MOVED = gl.constexpr("""{

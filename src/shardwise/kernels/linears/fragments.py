@@ -16,7 +16,9 @@ from triton.experimental.gluon import language as gl
 from shardwise.kernels import tuning
 from shardwise.kernels.linear.fragments import (
     fits,
+    fragment_bank,
     fragment_coarse,
+    fragment_first,
     fragment_products,
     steps_of,
     sum_layout,
@@ -69,9 +71,13 @@ def _part(
     SUM: gl.constexpr = sum_layout(WARPS, SPLITS)
     o0, t0 = program * BM, gl.program_id(1) * BT
     at_T = t0 + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUN * values_of(W)))
-    y_MT, _ = fragment_products(
-        x, at_T * W[COLUMNS], at_T < tokens, value, fine, program * 0, o0, W[ROWS], 0, W, BM, BT, BK, RUN, WARPS,
-        SPLITS, PDL,
+    value, fine = fragment_bank(value, fine, program * 0, W)
+    held = fragment_first(value, fine, o0, W[ROWS], 0, W, BM, BK, RUN, WARPS, SPLITS)
+    after_previous(PDL)
+    let_next_come(PDL)
+    y_MT, _, _ = fragment_products(
+        x, gl.minimum(at_T, tokens - 1) * W[COLUMNS], at_T < tokens, value, fine, held, o0, False, W[ROWS], 0, W, BM, BT, BK,
+        RUN, WARPS, SPLITS, False, 1,
     )  # fmt: skip
     o_M = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, SUM))
     t_T = t0 + gl.arange(0, BT, layout=gl.SliceLayout(0, SUM))

@@ -20,12 +20,16 @@ from triton.experimental.gluon import language as gl
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.fragments import (
+    VALUES,
     Fragments,
+    fragment_bank,
     fragment_coarse,
+    fragment_first,
     fragment_products,
     steps_of,
     sum_layout,
     tokens_layout,
+    turned_place,
     values_of,
     words,
 )
@@ -111,37 +115,48 @@ def _rows(
         t_T, act_T, s_T = (
             gl.arange(0, BT, layout=LAYOUT), gl.convert_layout(pair_T, LAYOUT), gl.convert_layout(pair_T, SUM)
         )  # fmt: skip
-        found = expert, t_T, act_T, act_T >= 0, s_T, s_T, s_T >= 0
+        ok_T = act_T >= 0
+        t_T, act_T = gl.where(ok_T, t_T, program // TOP_K), gl.where(ok_T, act_T, program)
+        found = expert, t_T, act_T, ok_T, s_T, s_T, s_T >= 0
     else:
         # By way of .cg, here and above: `down` reads them before it waits, see down_kernel in stream.py.
         expert = gl.load(tiles + program, cache_modifier=".cg")
-        first = gl.load(tiles + most + program, mask=expert >= 0, other=0, cache_modifier=".cg")
-        stop = gl.load(tiles + 2 * most + program, mask=expert >= 0, other=0, cache_modifier=".cg")
+        first = gl.load(tiles + most + program, cache_modifier=".cg")
+        stop = gl.load(tiles + 2 * most + program, cache_modifier=".cg")
+        first, stop = gl.where(expert < 0, 0, first), gl.where(expert < 0, 0, stop)
         at_T, s_T = first + gl.arange(0, BT, layout=LAYOUT), first + gl.arange(0, BT, layout=SUM)
-        x_T = gl.load(order + at_T, mask=at_T < stop, other=0, cache_modifier=".cg") // TOP_K
+        ok_T = at_T < stop
+        at_T = gl.minimum(at_T, gl.maximum(stop - 1, 0))
+        x_T = gl.load(order + at_T, cache_modifier=".cg") // TOP_K
         y_T = gl.load(order + s_T, mask=s_T < stop, other=0, cache_modifier=".cg")
-        found = expert, x_T, at_T, at_T < stop, s_T, y_T, s_T < stop
+        found = expert, x_T, at_T, ok_T, s_T, y_T, s_T < stop
     return found
 
 
 @gluon.jit
 def _gated_tile(
     x, act, value, fine, coarse, expert, tile, x_row_T, ok_T, act_row_T, act_ok_T, W: gl.constexpr, BI: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """act = silu(gate) * up, BI columns of one expert."""
     I: gl.constexpr = W[ROWS] // 2  # noqa: E741
-    i0 = tile * BI
-    gate, up = fragment_products(
-        x, x_row_T * W[COLUMNS], ok_T, value, fine, expert, i0, I, I, W, BI, BT, BK, RUN, WARPS, SPLITS, PDL
-    )
-    i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
-    ok_M = i_M < I
-    gate = gate * gl.expand_dims(fragment_coarse(coarse, expert, i_M, ok_M, W), 1)
-    up = up * gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, ok_M, W), 1)
-    mixed = gate / (1.0 + gl.exp(-gate)) * up
-    at = gl.expand_dims(act_row_T * I, 0) + gl.expand_dims(i_M, 1)
-    gl.store(act + at, mixed.to(act.dtype.element_ty), mask=gl.expand_dims(act_ok_T, 0) & gl.expand_dims(ok_M, 1))
+    ROWS_: gl.constexpr = BI * TILES
+    value, fine = fragment_bank(value, fine, expert, W)
+    held = fragment_first(value, fine, tile * ROWS_, I, I, W, BI, BK, RUN, WARPS, SPLITS)
+    after_previous(PDL)
+    let_next_come(PDL)
+    for i0 in range(tile * ROWS_, tile * ROWS_ + ROWS_, BI):
+        gate, up, held = fragment_products(
+            x, x_row_T * W[COLUMNS], ok_T, value, fine, held, i0, i0 + BI < tile * ROWS_ + ROWS_, I, I, W, BI, BT, BK, RUN,
+            WARPS, SPLITS, False, TILES,
+        )  # fmt: skip
+        i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+        ok_M = i_M < I
+        gate = gate * gl.expand_dims(fragment_coarse(coarse, expert, i_M, ok_M, W), 1)
+        up = up * gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, ok_M, W), 1)
+        mixed = gate / (1.0 + gl.exp(-gate)) * up
+        at = gl.expand_dims(act_row_T * I, 0) + gl.expand_dims(turned_place(i_M, TURN), 1)
+        gl.store(act + at, mixed.to(act.dtype.element_ty), mask=gl.expand_dims(act_ok_T, 0) & gl.expand_dims(ok_M, 1))
 
 
 @gluon.jit(do_not_specialize=["tokens", "most"])
@@ -149,11 +164,11 @@ def fragment_gate_up_kernel(
     x, act, shared_act, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
     MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, BI: gl.constexpr,
     BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BIS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
-    WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TILESS: gl.constexpr, TURN: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
-    SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS - 1) // BIS
-    TILES: gl.constexpr = (W[ROWS] // 2 + BI - 1) // BI
+    SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS * TILESS - 1) // (BIS * TILESS)
+    PARTS: gl.constexpr = (W[ROWS] // 2 + BI * TILES - 1) // (BI * TILES)
     SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
@@ -161,34 +176,40 @@ def fragment_gate_up_kernel(
         first = program // SHARED * BT
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
         s_T = first + gl.arange(0, BT, layout=SUM)
-        _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED, t_T,
-                    t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS, SPLITS, PDL)  # fmt: skip
+        _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
+                    gl.minimum(t_T, tokens - 1), t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS, SPLITS, TILESS, TURNS, PDL)  # fmt: skip
     else:
         after_previous(PDL)
         let_next_come(PDL)
         expert, x_T, _, ok_T, act_T, _, act_ok_T = _rows(
-            ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
+            ids, order, tiles, (program - shared) // PARTS, most, tokens, MATCHED, TOP_K, KP, BT,
             tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
         )  # fmt: skip
         if expert >= 0:
-            _gated_tile(x, act, value, fine, coarse, expert, (program - shared) % TILES, x_T, ok_T, act_T, act_ok_T, W,
-                        BI, BT, BK, RUN, WARPS, SPLITS, False)  # fmt: skip
+            _gated_tile(x, act, value, fine, coarse, expert, (program - shared) % PARTS, x_T, ok_T, act_T, act_ok_T, W,
+                        BI, BT, BK, RUN, WARPS, SPLITS, TILES, TURN, False)  # fmt: skip
 
 
 @gluon.jit
 def _down_tile(
     act, y, value, fine, coarse, expert, tile, act_row_T, ok_T, y_row_T, y_ok_T, W: gl.constexpr, BO: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y = down(act), BO columns of one expert."""
-    o0 = tile * BO
-    sums, _ = fragment_products(
-        act, act_row_T * W[COLUMNS], ok_T, value, fine, expert, o0, W[ROWS], 0, W, BO, BT, BK, RUN, WARPS, SPLITS, PDL
-    )
-    o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
-    sums = sums * gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
-    at = gl.expand_dims(y_row_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
-    gl.store(y + at, sums, mask=gl.expand_dims(y_ok_T, 0) & gl.expand_dims(o_M < W[ROWS], 1))
+    ROWS_: gl.constexpr = BO * TILES
+    value, fine = fragment_bank(value, fine, expert, W)
+    held = fragment_first(value, fine, tile * ROWS_, W[ROWS], 0, W, BO, BK, RUN, WARPS, SPLITS)
+    after_previous(PDL)
+    let_next_come(PDL)
+    for o0 in range(tile * ROWS_, tile * ROWS_ + ROWS_, BO):
+        sums, _, held = fragment_products(
+            act, act_row_T * W[COLUMNS], ok_T, value, fine, held, o0, o0 + BO < tile * ROWS_ + ROWS_, W[ROWS], 0, W, BO, BT,
+            BK, RUN, WARPS, SPLITS, True, TILES,
+        )  # fmt: skip
+        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+        sums = sums * gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
+        at = gl.expand_dims(y_row_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
+        gl.store(y + at, sums, mask=gl.expand_dims(y_ok_T, 0) & gl.expand_dims(o_M < W[ROWS], 1))
 
 
 @gluon.jit(do_not_specialize=["tokens", "most"])
@@ -196,12 +217,12 @@ def fragment_down_kernel(
     act, shared_act, y, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
     MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, BO: gl.constexpr,
     BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BOS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
-    WARPS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TILESS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As above: y[pair] of routed experts, y[pairs + token] of the shared one. The choice is known when it starts."""
     let_next_come(PDL)
-    SHARED: gl.constexpr = (WS[ROWS] + BOS - 1) // BOS
-    TILES: gl.constexpr = (W[ROWS] + BO - 1) // BO
+    SHARED: gl.constexpr = (WS[ROWS] + BOS * TILESS - 1) // (BOS * TILESS)
+    PARTS: gl.constexpr = (W[ROWS] + BO * TILES - 1) // (BO * TILES)
     SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
@@ -209,17 +230,17 @@ def fragment_down_kernel(
         first = program // SHARED * BT
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
         s_T = first + gl.arange(0, BT, layout=SUM)
-        _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED, t_T,
-                   t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS, RUNS, WARPS, SPLITS,
-                   PDL)  # fmt: skip
+        _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
+                   gl.minimum(t_T, tokens - 1), t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS, RUNS, WARPS, SPLITS,
+                   TILESS, PDL)  # fmt: skip
     else:
         expert, _, act_T, ok_T, _, y_T, y_ok_T = _rows(
-            ids, order, tiles, (program - shared) // TILES, most, tokens, MATCHED, TOP_K, KP, BT,
+            ids, order, tiles, (program - shared) // PARTS, most, tokens, MATCHED, TOP_K, KP, BT,
             tokens_layout(WARPS, SPLITS, RUN * values_of(W)), SUM, WARPS,
         )  # fmt: skip
         if expert >= 0:
-            _down_tile(act, y, value, fine, coarse, expert, (program - shared) % TILES, act_T, ok_T, y_T, y_ok_T, W, BO,
-                       BT, BK, RUN, WARPS, SPLITS, PDL)  # fmt: skip
+            _down_tile(act, y, value, fine, coarse, expert, (program - shared) % PARTS, act_T, ok_T, y_T, y_ok_T, W, BO,
+                       BT, BK, RUN, WARPS, SPLITS, TILES, PDL)  # fmt: skip
         else:
             after_previous(PDL)
 
@@ -242,6 +263,13 @@ def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
     return min(32, max(8, power_of_two(-(-2 * tokens * top_k // experts))))
 
 
+def _tiles(of: Operand, rows: str, config: Fragments, step: int) -> int:
+    """Tiles of a program; one, where `of` does not part into whole ones."""
+    count = of.layout[ROWS.value] // (2 if rows == "BI" else 1)
+    whole = count % (config.BM * config.tiles) == 0 and of.layout[COLUMNS.value] % (step * config.splits) == 0
+    return config.tiles if whole else 1
+
+
 def _constants(
     of: Operand, shared: Operand, top_k: int, BT: int, config: Fragments, rows: str, matched: bool
 ) -> dict[str, Any]:
@@ -251,7 +279,13 @@ def _constants(
         "MATCHED": matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout, rows: config.BM,
         "BK": config.BK, "RUN": config.RUN, "WS": shared.layout, f"{rows}S": config.BM,
         "BKS": step, "RUNS": run, "WARPS": config.warps, "SPLITS": config.splits,
+        "TILES": _tiles(of, rows, config, config.BK), "TILESS": _tiles(shared, rows, config, step),
     }  # fmt: skip
+
+
+def _turns(down: Operand, shared_down: Operand) -> dict[str, int]:
+    """Values of the words that will be multiplied with what gates and ups give."""
+    return {"TURN": VALUES[down.kind], "TURNS": VALUES[shared_down.kind]}
 
 
 def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,15 +333,16 @@ def moe(
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
-    constexprs = _constants(up, shared_up, top_k, BT, up_config, "BI", matched)
-    programs = columns * triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"])
-    programs += most * triton.cdiv(up.layout[2] // 2, up_config.BM)
+    constexprs = _constants(up, shared_up, top_k, BT, up_config, "BI", matched) | _turns(down, shared_down)
+    programs = columns * triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"] * constexprs["TILESS"])
+    programs += most * triton.cdiv(up.layout[2] // 2, up_config.BM * constexprs["TILES"])
     fragment_gate_up_kernel[(programs,)](
         x_TH, act_MI, shared_act_TI, ids_Tk, order_M, tiles_3P, *words(up), *words(shared_up), tokens, most,
         **constexprs, num_warps=up_config.warps, **launch(pdl),
     )  # fmt: skip
     constexprs = _constants(down, shared_down, top_k, BT, down_config, "BO", matched)
-    programs = columns * triton.cdiv(hidden, constexprs["BOS"]) + most * triton.cdiv(hidden, down_config.BM)
+    programs = columns * triton.cdiv(hidden, constexprs["BOS"] * constexprs["TILESS"])
+    programs += most * triton.cdiv(hidden, down_config.BM * constexprs["TILES"])
     fragment_down_kernel[(programs,)](
         act_MI, shared_act_TI, y_MH, ids_Tk, order_M, tiles_3P, *words(down), *words(shared_down), tokens, most,
         **constexprs, num_warps=down_config.warps, **launch(pdl),
@@ -332,4 +367,5 @@ def compile_cases() -> Iterator[CompileCase]:
             for tokens in (4, 512) if bank.of.kind and up.of.layout[2] != 128 else ():
                 config, BT = config_of(bank.of, rows == "BI", tokens), tokens_tile(tokens, 8, 256)
                 constexprs = _constants(bank.of, bank.of, 8, BT, config, rows, tokens <= BT) | {"PDL": False}
+                constexprs |= _turns(down.of, down.of) if rows == "BI" else {}
                 yield CompileCase(kernel, signature(kernel, constexprs, own), constexprs, config.warps, 1)
