@@ -252,10 +252,10 @@ def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
         return Fragments(*found)
     step, run = steps_of(of)
     if of.kind == FP8.value:
-        return Fragments(16, step, run, 2, 2) if up else Fragments(128, step, run, 4)
+        return Fragments(16, step, run, 2, 2) if up else Fragments(64, step, run, 4, 1, 4)
     if up or tokens <= SMALL_STEP_TOKENS:
         return Fragments(32, step, run, 2)
-    return Fragments(64, *steps_of(of, 2), 4)
+    return Fragments(64, step, run, 4, 1, 4)
 
 
 def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
