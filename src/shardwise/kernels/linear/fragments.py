@@ -18,8 +18,15 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.runtime.jit import constexpr_function
 
+from shardwise.kernels.linear.layouts import (
+    product_layout,
+    scale_layout,
+    split_columns,
+    values_of,
+    word_layout,
+    words_scaled,
+)
 from shardwise.kernels.linear.moves import E2M1, E2M1_MOVED, E4M3, E4M3_SCALE, TIMES
 from shardwise.kernels.linear.tiles import (
     COARSE,
@@ -39,7 +46,6 @@ from shardwise.kernels.linear.tiles import (
     ROWS,
     Operand,
 )
-from shardwise.kernels.overlap import after_previous, let_next_come
 
 VALUES = {0: 2, 1: 4, 3: 8, 4: 8}  # of a word, by kind
 
@@ -55,72 +61,6 @@ class Fragments(NamedTuple):
     warps: int
     splits: int = 1
     tiles: int = 1
-
-
-@constexpr_function
-def product_layout(WARPS, SPLITS):
-    """Of sums [S, M, T]: each split of `in` has warps of its own."""
-    return gl.NVMMADistributedLayout([2, 0], [SPLITS, WARPS // SPLITS, 1], [1, 16, 8])
-
-
-@constexpr_function
-def sum_layout(WARPS, SPLITS):
-    """Of sums [M, T] over all splits."""
-    return gl.SliceLayout(0, product_layout(WARPS, SPLITS))
-
-
-@constexpr_function
-def tokens_layout(WARPS, SPLITS, K_WIDTH):
-    """Of the tokens of an input; K_WIDTH: consecutive values of `in` that a thread has."""
-    return gl.SliceLayout(0, gl.SliceLayout(0, gl.DotOperandLayout(1, product_layout(WARPS, SPLITS), K_WIDTH)))
-
-
-@constexpr_function
-def word_layout(BM, WORDS, RUN, UNDER, WARPS, SPLITS):
-    """Of words [S, M, N]; with UNDER words under one scale, of [S, M, G, UNDER]."""
-
-    def place(s, m, n):
-        return [s, m, n // UNDER, n % UNDER] if UNDER else [s, m, n]
-
-    def powers(first, stop):
-        return [first << shift for shift in range((stop // first).bit_length() - 1)] if stop > first else []
-
-    rows = 16 * (WARPS // SPLITS)
-    registers = [place(0, 0, n) for n in powers(1, RUN)] + [place(0, 8, 0), place(0, 0, 4 * RUN)]
-    registers += [place(0, 0, n) for n in powers(8 * RUN, WORDS)] + [place(0, m, 0) for m in powers(rows, BM)]
-    lanes = [place(0, 0, RUN), place(0, 0, 2 * RUN), place(0, 1, 0), place(0, 2, 0), place(0, 4, 0)]
-    warps = [place(0, m, 0) for m in powers(16, rows)] + [place(s, 0, 0) for s in powers(1, SPLITS)]
-    shape = [SPLITS, BM, WORDS // UNDER, UNDER] if UNDER else [SPLITS, BM, WORDS]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
-
-
-@constexpr_function
-def scale_layout(wide):
-    """Of scales [S, M, G] over words [S, M, G, UNDER], each held once."""
-
-    def cut(bases):
-        return [basis[:3] for basis in bases]
-
-    registers = [basis for basis in cut(wide.reg_bases) if any(basis)]
-    return gl.DistributedLinearLayout(registers, cut(wide.lane_bases), cut(wide.warp_bases), [], wide.shape[:3])
-
-
-@constexpr_function
-def values_of(W):
-    """Values of a word."""
-    return 8 if W[KIND] >= FP4_WORDS else 4 if W[KIND] == FP8 else 2
-
-
-@constexpr_function
-def words_scaled(W, BK):
-    """Words under one scale where scales vary within a step; 0 where they do not."""
-    return W[FINE] // values_of(W) if W[FINE] and W[FINE] % BK else 0
-
-
-@constexpr_function
-def split_columns(W, BK, SPLITS):
-    """Values of `in` of a split, in whole steps."""
-    return (W[COLUMNS] + SPLITS * BK - 1) // (SPLITS * BK) * BK
 
 
 @gluon.jit
@@ -235,9 +175,7 @@ def _loaded(pointer, at, columns, k0, ok, LIMIT: gl.constexpr, WHOLE: gl.constex
 
 
 @gluon.jit
-def _turned(
-    x_SKT, VALUES: gl.constexpr, SPLITS: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr
-):
+def _turned(x_SKT, VALUES: gl.constexpr, SPLITS: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr):
     """Values of the input in the order of the weights."""
     if VALUES > 2:
         x_SKT = gl.reshape(x_SKT, (SPLITS, BK // VALUES, 2, VALUES // 2, BT))
@@ -263,7 +201,7 @@ def _places(
     o0, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr,
     RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Of an expert's words and its scales: offsets, columns, and which rows there are; scales also of the second rows."""
+    """Of words and of scales: offsets, columns, and which rows there are; of scales also of the second rows."""
     VALUES: gl.constexpr = values_of(W)
     UNDER: gl.constexpr = words_scaled(W, BK)
     PART: gl.constexpr = split_columns(W, BK, SPLITS)
@@ -273,7 +211,9 @@ def _places(
     o_M, n_N = o0 + _range(BM, 1, LAID), _range(SPLITS, 0, LAID) * (PART // VALUES) + _range(BK // VALUES, 2, LAID)
     at, ok = o_M * (W[COLUMNS] // VALUES) + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
     SCALED: gl.constexpr = (
-        scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS)) if UNDER else product_layout(WARPS, SPLITS)
+        scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS))
+        if UNDER
+        else product_layout(WARPS, SPLITS)
     )
     so_M, g_G = o0 + _range(BM, 1, SCALED), _range(SPLITS, 0, SCALED) * (PART // GRAIN)
     if UNDER:
@@ -285,7 +225,9 @@ def _places(
 
 
 @gluon.jit
-def _held(value, fine, places, n0, g0, go, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr):
+def _held(
+    value, fine, places, n0, g0, go, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr
+):
     """Words and scales of a step, of both products, if go."""
     WORDS: gl.constexpr = W[COLUMNS] // values_of(W)
     at, n_N, ok, s_at, s2_at, g_G, s_ok = places
@@ -311,7 +253,7 @@ def fragment_first(
     """What fragment_products multiplies first, on its way."""
     WHOLE: gl.constexpr = W[COLUMNS] % (BK * SPLITS) == 0 and LIMIT % BM == 0
     places = _places(o0, LIMIT, SECOND, W, BM, BK, RUN, WARPS, SPLITS)
-    return _held(value, fine, places, 0, 0, o0 >= 0, LIMIT, SECOND, W, WHOLE)
+    return _held(value, fine, places, 0, 0, o0 >= 0, SECOND, W, WHOLE)
 
 
 @gluon.jit
@@ -352,7 +294,7 @@ def fragment_products(
             if W[FINE_O]:
                 beyond = ((o0 + BM) // W[FINE_O] - o0 // W[FINE_O]) * W[FINE_COLUMNS]
             n1, g1, more = gl.where(more, n1, BM * (K // VALUES)), gl.where(more, g1, beyond), more | then
-        next_w, next2_w, next_s, next2_s = _held(value, fine, places, n1, g1, more, LIMIT, SECOND, W, WHOLE)
+        next_w, next2_w, next_s, next2_s = _held(value, fine, places, n1, g1, more, SECOND, W, WHOLE)
         acc = _step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
         if SECOND:
             acc2 = _step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)

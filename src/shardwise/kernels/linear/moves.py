@@ -3,9 +3,8 @@
 from triton.experimental.gluon import language as gl
 
 # Two codes at a time to the places of sign, exponent and fraction of bf16; what the exponents' biases differ by goes
-# into a factor. Products shift to the left, one by the sum of two powers of two to two places at once, since the unit of
-# logic has enough to do; -0.0 is added since sm_80 has fma
-# of bf16, but no product.
+# into a factor. Products shift to the left, by the sum of two powers of two to two places at once, since the unit of
+# logic has enough to do; -0.0 is added since sm_80 has fma of bf16, but no product.
 E2M1 = gl.constexpr("""{
 .reg .b32 a, b, c, d, v, z;
 mov.b32 z, 0x80008000;

@@ -21,12 +21,10 @@ from shardwise.kernels.linear.fragments import (
     fragment_first,
     fragment_products,
     steps_of,
-    sum_layout,
-    tokens_layout,
-    values_of,
 )
+from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, PLAIN, ROWS, Operand, Target
-from shardwise.kernels.overlap import let_next_come
+from shardwise.kernels.overlap import after_previous, let_next_come
 
 PARTS = 3  # weights of one launch at most
 FEW_ROWS, FEW_ROWS_TOKENS = 512, (3, 128)  # a plain weight of so few rows is read so for these tokens
@@ -76,8 +74,8 @@ def _part(
     after_previous(PDL)
     let_next_come(PDL)
     y_MT, _, _ = fragment_products(
-        x, gl.minimum(at_T, tokens - 1) * W[COLUMNS], at_T < tokens, value, fine, held, o0, False, W[ROWS], 0, W, BM, BT, BK,
-        RUN, WARPS, SPLITS, False, 1,
+        x, gl.minimum(at_T, tokens - 1) * W[COLUMNS], at_T < tokens, value, fine, held, o0, False, W[ROWS], 0, W, BM,
+        BT, BK, RUN, WARPS, SPLITS, False, 1,
     )  # fmt: skip
     o_M = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, SUM))
     t_T = t0 + gl.arange(0, BT, layout=gl.SliceLayout(0, SUM))

@@ -27,13 +27,11 @@ from shardwise.kernels.linear.fragments import (
     fragment_first,
     fragment_products,
     steps_of,
-    sum_layout,
-    tokens_layout,
     turned_place,
-    values_of,
     words,
 )
 from shardwise.kernels.linear.geometry import banks
+from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.moe_block.combine import Outputs
@@ -136,18 +134,19 @@ def _rows(
 @gluon.jit
 def _gated_tile(
     x, act, value, fine, coarse, expert, tile, x_row_T, ok_T, act_row_T, act_ok_T, W: gl.constexpr, BI: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    TILES: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """act = silu(gate) * up, BI columns of one expert."""
     I: gl.constexpr = W[ROWS] // 2  # noqa: E741
-    ROWS_: gl.constexpr = BI * TILES
+    first, stop = tile * (BI * TILES), (tile + 1) * (BI * TILES)
     value, fine = fragment_bank(value, fine, expert, W)
-    held = fragment_first(value, fine, tile * ROWS_, I, I, W, BI, BK, RUN, WARPS, SPLITS)
+    held = fragment_first(value, fine, first, I, I, W, BI, BK, RUN, WARPS, SPLITS)
     after_previous(PDL)
     let_next_come(PDL)
-    for i0 in range(tile * ROWS_, tile * ROWS_ + ROWS_, BI):
+    for i0 in range(first, stop, BI):
         gate, up, held = fragment_products(
-            x, x_row_T * W[COLUMNS], ok_T, value, fine, held, i0, i0 + BI < tile * ROWS_ + ROWS_, I, I, W, BI, BT, BK, RUN,
+            x, x_row_T * W[COLUMNS], ok_T, value, fine, held, i0, i0 + BI < stop, I, I, W, BI, BT, BK, RUN,
             WARPS, SPLITS, False, TILES,
         )  # fmt: skip
         i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
@@ -164,7 +163,8 @@ def fragment_gate_up_kernel(
     x, act, shared_act, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
     MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, BI: gl.constexpr,
     BK: gl.constexpr, RUN: gl.constexpr, WS: gl.constexpr, BIS: gl.constexpr, BKS: gl.constexpr, RUNS: gl.constexpr,
-    WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TILESS: gl.constexpr, TURN: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, TILESS: gl.constexpr,
+    TURN: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
     SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS * TILESS - 1) // (BIS * TILESS)
@@ -177,7 +177,8 @@ def fragment_gate_up_kernel(
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
         s_T = first + gl.arange(0, BT, layout=SUM)
         _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
-                    gl.minimum(t_T, tokens - 1), t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS, SPLITS, TILESS, TURNS, PDL)  # fmt: skip
+                    gl.minimum(t_T, tokens - 1), t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS,
+                    SPLITS, TILESS, TURNS, PDL)  # fmt: skip
     else:
         after_previous(PDL)
         let_next_come(PDL)
@@ -193,17 +194,18 @@ def fragment_gate_up_kernel(
 @gluon.jit
 def _down_tile(
     act, y, value, fine, coarse, expert, tile, act_row_T, ok_T, y_row_T, y_ok_T, W: gl.constexpr, BO: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, TILES: gl.constexpr, PDL: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y = down(act), BO columns of one expert."""
-    ROWS_: gl.constexpr = BO * TILES
+    first, stop = tile * (BO * TILES), (tile + 1) * (BO * TILES)
     value, fine = fragment_bank(value, fine, expert, W)
-    held = fragment_first(value, fine, tile * ROWS_, W[ROWS], 0, W, BO, BK, RUN, WARPS, SPLITS)
+    held = fragment_first(value, fine, first, W[ROWS], 0, W, BO, BK, RUN, WARPS, SPLITS)
     after_previous(PDL)
     let_next_come(PDL)
-    for o0 in range(tile * ROWS_, tile * ROWS_ + ROWS_, BO):
+    for o0 in range(first, stop, BO):
         sums, _, held = fragment_products(
-            act, act_row_T * W[COLUMNS], ok_T, value, fine, held, o0, o0 + BO < tile * ROWS_ + ROWS_, W[ROWS], 0, W, BO, BT,
+            act, act_row_T * W[COLUMNS], ok_T, value, fine, held, o0, o0 + BO < stop, W[ROWS], 0, W, BO, BT,
             BK, RUN, WARPS, SPLITS, True, TILES,
         )  # fmt: skip
         o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
@@ -231,8 +233,8 @@ def fragment_down_kernel(
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
         s_T = first + gl.arange(0, BT, layout=SUM)
         _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
-                   gl.minimum(t_T, tokens - 1), t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS, RUNS, WARPS, SPLITS,
-                   TILESS, PDL)  # fmt: skip
+                   gl.minimum(t_T, tokens - 1), t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS,
+                   RUNS, WARPS, SPLITS, TILESS, PDL)  # fmt: skip
     else:
         expert, _, act_T, ok_T, _, y_T, y_ok_T = _rows(
             ids, order, tiles, (program - shared) // PARTS, most, tokens, MATCHED, TOP_K, KP, BT,
