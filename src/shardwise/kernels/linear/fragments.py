@@ -225,9 +225,7 @@ def _places(
 
 
 @gluon.jit
-def _held(
-    value, fine, places, n0, g0, go, LIMIT: gl.constexpr, SECOND: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr
-):
+def _held(value, fine, places, n0, g0, go, SECOND: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr):
     """Words and scales of a step, of both products, if go."""
     WORDS: gl.constexpr = W[COLUMNS] // values_of(W)
     at, n_N, ok, s_at, s2_at, g_G, s_ok = places
