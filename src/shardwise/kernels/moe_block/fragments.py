@@ -38,7 +38,6 @@ from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 8  # up to so many, a tile has a column for every token, and pairs need no sort
-SMALL_STEP_TOKENS = 32  # beyond, shorter steps of NVFP4's down leave room for more programs
 RANKED_ROWS, RANKED_STEP = 2, 1024  # pairs of a program, and what they are compared with at a time
 NO_EXPERT = tl.constexpr(2**30)
 
@@ -248,16 +247,21 @@ def fragment_down_kernel(
 
 
 def config_of(of: Operand, up: bool, tokens: int, gpu: str = "") -> Fragments:
-    """Rows and steps so that each thread has some 64 to 128 bytes under way, as measured on an H200."""
+    """Rows, steps and tiles as measured on an H200."""
     found = tuning.choice(gpu, "fragments", [of.layout], tokens)
     if found:
         return Fragments(*found)
     step, run = steps_of(of)
     if of.kind == FP8.value:
-        return Fragments(16, step, run, 2, 2) if up else Fragments(64, step, run, 4, 1, 4)
-    if up or tokens <= SMALL_STEP_TOKENS:
+        return Fragments(16, step, run, 2, 2) if up else Fragments(128, step, run, 4)
+    if up:
         return Fragments(32, step, run, 2)
-    return Fragments(64, step, run, 4, 1, 4)
+    columns = of.layout[COLUMNS.value]
+    if columns % step:
+        return Fragments(64, *steps_of(of, 2), 4)
+    if tokens <= MATCHED_TOKENS:
+        return Fragments(64, step, run, 4, 1, 2)
+    return Fragments(64, step * (1 if columns % (2 * step) else 2), run, 4, 1, 4)
 
 
 def tokens_tile(tokens: int, top_k: int, experts: int) -> int:
