@@ -117,3 +117,11 @@ def test_tiles_grow_with_what_an_expert_has() -> None:
     sizes = [tokens_tile(tokens, 8, 256) for tokens in (1, 64, 128, 256, 512, 4096)]
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (MATCHED_TOKENS, 32)
+
+
+@pytest.mark.parametrize("values", [2, 4, 8])
+def test_activations_lie_in_the_order_of_the_words_they_meet(values: int) -> None:
+    """Pairs of a word's halves, as its moves make them."""
+    in_order_K = torch.arange(32).view(-1, 2, values // 2).transpose(1, 2).flatten()
+    places = [fragments.turned_place.fn(k, values) for k in range(32)]
+    assert in_order_K[places].tolist() == list(range(32))
