@@ -112,16 +112,6 @@ def test_triton_is_the_reference(form, tokens, device):
         assert relative(fast.moe(x, *banks, ids, weights, 2, target), expected) < 1e-6
 
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.usefixtures("poison")
-def test_an_expert_that_all_tokens_have_is_in_the_same_sum(first, device):
-    banks = make_weight((5, 64, 80), "fp32", device=device), make_weight((5, 80, 32), "fp32", 1, device)
-    ids, weights = choose(18, 9, 3, device)
-    x, shared, gate = randn(18, 80).to(device), randn(18, 80).to(device) * 3, randn(18, 3).to(device)[:, 1:2]
-    expected = reference.moe(x, *banks, ids, weights, first) + gate.sigmoid() * shared
-    assert relative(fast.moe(x, *banks, ids, weights, first, NATIVE, (shared, gate)), expected) < 1e-6
-
-
 @pytest.mark.parametrize("form", ["fp16", "fp8_block", "fp8_tensor", "nvfp4"])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_triton_takes_fp16(form, tokens, device):

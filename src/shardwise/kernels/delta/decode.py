@@ -13,6 +13,7 @@ from shardwise.kernels.delta import reference
 from shardwise.kernels.sequences import Sequences
 
 FEW_HEADS = 64  # of all sequences: below it, narrower slices, so that a single stream has enough programs
+SOME_HEADS = 512  # beyond it, wider ones, whose rows are longer in memory
 NORM_EPS: tl.constexpr = tl.constexpr(reference.NORM_EPS)
 
 
@@ -53,13 +54,16 @@ def decode_kernel(
     KP: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """One token of one sequence, BD value columns of one head: its part of the state is read and written once."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    """One token of one sequence, BD value columns of one head: its part of the state is read and written once.
+
+    Programs of one head follow each other, so that its rows are read whole at about the same time.
+    """
+    sequence, head = tl.program_id(2), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
     carried = tl.where(tl.load(context_ptr + sequence) > 0, K, 0)  # rows of the state that are read, not zeros
     key_head = tl.load(key_map_ptr + head)
-    wide, columns = tl.arange(0, KP), tl.program_id(2) * BD + tl.arange(0, BD)
+    wide, columns = tl.arange(0, KP), tl.program_id(0) * BD + tl.arange(0, BD)
     state_ptr += (row * V + head) * (K * D)
     at = wide[:, None] * D + columns[None, :]
     mask = (wide < K)[:, None] & (columns < D)[None, :]
@@ -82,7 +86,8 @@ def decode_kernel(
 
 def _config(heads: int, key_width: int, value_width: int) -> tuple[dict[str, Any], int]:
     """Constants and warps for `heads` value heads over all sequences."""
-    columns = min(16 if heads < FEW_HEADS else 32, max(triton.next_power_of_2(value_width), 8))
+    most = 16 if heads < FEW_HEADS else 32 if heads <= SOME_HEADS else 64
+    columns = min(most, max(triton.next_power_of_2(value_width), 8))
     return {"K": key_width, "D": value_width, "KP": triton.next_power_of_2(key_width), "BD": columns}, 4
 
 
@@ -99,7 +104,7 @@ def decode(
     """
     _, heads, key_width, value_width = state_RVKD.shape
     constants, warps = _config(seqs.decodes * heads, key_width, value_width)
-    grid = (seqs.decodes, heads, triton.cdiv(value_width, constants["BD"]))
+    grid = (triton.cdiv(value_width, constants["BD"]), heads, seqs.decodes)
     tables = (seqs.starts_S1, seqs.context_S, seqs.state_rows_S)
     decode_kernel[grid](*inputs, *gating, state_RVKD, *tables, out_TVD, V=heads, **constants, num_warps=warps)
 
@@ -109,7 +114,7 @@ def compile_cases() -> Iterator[CompileCase]:
     ints = dict.fromkeys(("starts_ptr", "context_ptr", "rows_ptr", "key_map_ptr"), "*i32")
     floats = dict.fromkeys(("A_log_ptr", "dt_bias_ptr", "state_ptr"), "*fp32")
     for kind in ("*bf16", "*fp32"):
-        for heads in (32, 32 * FEW_HEADS):
+        for heads in (32, SOME_HEADS, 4 * SOME_HEADS):
             constants, warps = _config(heads, 128, 128)
             types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), kind) | ints | floats
             constants["V"] = 32

@@ -92,10 +92,9 @@ def grouped_down_kernel(
 
 @triton.jit
 def combine_kernel(
-    y, ids, weights, shared, gate, gate_stride, out, hidden, first_expert, experts, SHARED: tl.constexpr,
-    TOP_K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the weighted sum over those of t's experts that are on this rank; SHARED: + sigmoid(gate) shared[t]."""
+    y, ids, weights, out, hidden, first_expert, experts, TOP_K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = the weighted sum over those of t's experts that are on this rank."""
     row = tl.program_id(0).to(tl.int64)
     h_H = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     k_K = tl.arange(0, BK)
@@ -104,12 +103,7 @@ def combine_kernel(
     share_K = tl.load(weights + row * TOP_K + k_K, mask=ok_K, other=0)
     at = (row * TOP_K + k_K)[:, None] * hidden + h_H
     y_KH = tl.load(y + at, mask=ok_K[:, None] & (h_H < hidden), other=0).to(tl.float32)
-    total_H = tl.sum(y_KH * share_K[:, None], 0)[None, :]
-    at, ok = row * hidden + h_H, h_H < hidden
-    if SHARED:
-        share = tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
-        total_H += share * tl.load(shared + at, mask=ok, other=0)
-    tl.store(out + at, total_H, mask=ok)
+    tl.store(out + row * hidden + h_H, tl.sum(y_KH * share_K[:, None], 0)[None, :], mask=h_H < hidden)
 
 
 @dataclass(frozen=True)
@@ -171,20 +165,30 @@ def moe(
     first_expert: int,
     experts: int,
     target: Target,
-    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of the experts' outputs -> [T, H] fp32. shared: see triton.moe."""
+    """The weighted sum of the experts' outputs -> [T, H] fp32."""
     (tokens, top_k), hidden = ids_Tk.shape, down_bank.layout[2]
-    order_M, starts_E1 = sort.sort_pairs(ids_Tk, first_expert, experts)
-    y_MH = _outputs(x_TH, up_bank, down_bank, order_M, starts_E1, ids_Tk.shape, target)
+    y_MH = outputs(x_TH, up_bank, down_bank, ids_Tk, first_expert, experts, target)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=x_TH.device)
     block = min(power_of_two(hidden), 1024)
-    shared_TH, gate_T1 = shared or (out_TH, out_TH)
     combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        y_MH, ids_Tk, weights_Tk, shared_TH, gate_T1, gate_T1.stride(0), out_TH, hidden, first_expert, experts,
-        shared is not None, top_k, power_of_two(top_k), block, num_warps=4,
-    )  # fmt: skip
+        y_MH, ids_Tk, weights_Tk, out_TH, hidden, first_expert, experts, top_k, power_of_two(top_k), block, num_warps=4
+    )
     return out_TH
+
+
+def outputs(
+    x_TH: torch.Tensor,
+    up_bank: Operand,
+    down_bank: Operand,
+    ids_Tk: torch.Tensor,
+    first_expert: int,
+    experts: int,
+    target: Target,
+) -> torch.Tensor:
+    """y [M, H] in x's type: the output of each pair of an expert on this rank."""
+    order_M, starts_E1 = sort.sort_pairs(ids_Tk, first_expert, experts)
+    return _outputs(x_TH, up_bank, down_bank, order_M, starts_E1, ids_Tk.shape, target)
 
 
 def _outputs(
@@ -223,8 +227,8 @@ def _outputs(
 def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     """All kernels for the banks of real models, with what each size of shared memory allows."""
     types = dict.fromkeys(("ids", "order", "starts"), "*i32") | {"weights": "*fp32", "out": "*fp32"}
-    types |= dict.fromkeys(("x", "act", "y"), "*bf16") | {"shared": "*fp32", "gate": "*fp32"}
-    constexprs = {"SHARED": True, "TOP_K": 8, "BK": 8, "BLOCK": 1024}
+    types |= dict.fromkeys(("x", "act", "y"), "*bf16")
+    constexprs = {"TOP_K": 8, "BK": 8, "BLOCK": 1024}
     yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
     yield from sort.compile_cases()
     yield from _plain_cases(native_fp8, types)

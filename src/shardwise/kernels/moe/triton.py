@@ -98,14 +98,11 @@ def moe(
     weights_Tk: torch.Tensor,
     first_expert: int = 0,
     target: Target | None = None,
-    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs -> [T, H] fp32.
 
     gate_up [E, 2I, H] holds gate rows first, down [E, H, I]; ids_Tk int32, weights_Tk fp32, both contiguous. Experts
     outside first_expert .. first_expert + E are other ranks', and add nothing. target: the device's, if None.
-    shared: the output [T, H] fp32, contiguous, of an expert that all tokens have, and the logit [T, 1] of its share;
-    it is left out for weights without rows or columns.
     """
     tokens, top_k = ids_Tk.shape
     if not tokens or not top_k or not gate_up.shape[0] or not down.shape[1] or not down.shape[2]:
@@ -115,9 +112,16 @@ def moe(
     up_bank, down_bank = operand(gate_up, target.native_fp8), operand(down, target.native_fp8)
     x_TH = _meeting(x_TH, up_bank, down_bank)
     choice = (ids_Tk.contiguous(), weights_Tk.contiguous(), first_expert, gate_up.shape[0])
-    if tokens <= STREAM_TOKENS and shared is None:
+    if tokens <= STREAM_TOKENS:
         return streamed.moe(x_TH, up_bank, down_bank, *choice)
-    return grouped.moe(x_TH, up_bank, down_bank, *choice, target, shared)
+    return grouped.moe(x_TH, up_bank, down_bank, *choice, target)
+
+
+def outputs(x_TH: torch.Tensor, gate_up: Weight, down: Weight, ids_Tk: torch.Tensor, target: Target) -> torch.Tensor:
+    """Of many tokens, the output [M, H] of each pair, all of whose experts are on this rank; see moe."""
+    x_TH = x_TH if x_TH.stride(-1) == 1 else x_TH.contiguous()
+    banks = operand(gate_up, target.native_fp8), operand(down, target.native_fp8)
+    return grouped.outputs(_meeting(x_TH, *banks), *banks, ids_Tk.contiguous(), 0, gate_up.shape[0], target)
 
 
 def _meeting(x_TH: torch.Tensor, *banks: Operand) -> torch.Tensor:

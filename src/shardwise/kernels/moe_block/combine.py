@@ -1,8 +1,8 @@
 """The weighted sum of a block's experts; with it, where one rank has all of it, the norm of the layer that follows.
 
-Which experts a token has was said by a kernel three launches before, and the kernel between waited for all before it
-ere it let another one come: see down_kernel in stream.py. So the choice, and the residual, which is as old, are read
-before the kernel waits.
+Which experts a token has was said by a kernel at least three launches before, and one between waited for all before it
+ere it let another one come (see down_kernel in stream.py), or lets none come before it is done. So the choice, and the
+residual, which is as old, are read before the kernel waits.
 Legend: T tokens, H hidden, k experts a token (K in kernels), M = T * k pairs.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -20,7 +20,7 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.moe_block.reference import Then
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
-BLOCK, WARPS = 512, 4  # of the sum alone
+BLOCK_BYTES, WARPS = 2048, 4  # of an expert's output, of the sum alone
 NORM_WIDTH = 4096  # of the sum with its norm: a program has a whole token, and all of its experts, in registers
 
 
@@ -93,8 +93,9 @@ def combine(
     """-> [T, H] fp32. ids and weights, here and below, are contiguous."""
     (tokens, top_k), hidden = ids_Tk.shape, outputs.y_MH.shape[1]
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=ids_Tk.device)
-    combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
-        *outputs, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH, hidden, top_k, power_of_two(top_k), BLOCK,
+    block = BLOCK_BYTES // outputs.y_MH.element_size()
+    combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        *outputs, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH, hidden, top_k, power_of_two(top_k), block,
         num_warps=WARPS, **launch(pdl),
     )  # fmt: skip
     return out_TH
@@ -107,7 +108,7 @@ def combine_norm(
     (tokens, top_k), hidden = ids_Tk.shape, outputs.y_MH.shape[1]
     total_TH = torch.empty_like(then.residual_TH, memory_format=torch.contiguous_format)
     x_TH = torch.empty((tokens, hidden), dtype=then.norm_H.dtype, device=ids_Tk.device)
-    constexprs, warps = _norm_constants(hidden, top_k)
+    constexprs, warps = _norm_constants(hidden, top_k, outputs.y_MH.element_size())
     combine_norm_kernel[(tokens,)](
         *outputs, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), then.residual_TH.contiguous(), then.norm_H, total_TH,
         x_TH, then.eps, **constexprs, num_warps=warps, **launch(pdl),
@@ -115,17 +116,21 @@ def combine_norm(
     return x_TH, total_TH
 
 
-def _norm_constants(hidden: int, top_k: int) -> tuple[dict[str, int], int]:
+def _norm_constants(hidden: int, top_k: int, y_bytes: int) -> tuple[dict[str, int], int]:
+    """What the kernel is compiled for, and its warps; each thread has 64 to 128 bytes of an expert's."""
     block = power_of_two(hidden)
-    return {"WIDTH": hidden, "BLOCK": block, "TOP_K": top_k, "KP": power_of_two(top_k)}, min(16, max(1, block // 256))
+    constexprs = {"WIDTH": hidden, "BLOCK": block, "TOP_K": top_k, "KP": power_of_two(top_k)}
+    return constexprs, min(16, max(1, block * y_bytes // 1024))
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """The hidden size of 35B-A3B."""
     types = dict.fromkeys(("y", "shared", "weights", "gate", "out", "residual", "total"), "*fp32")
     types |= {"ids": "*i32", "norm": "*bf16", "normed": "*bf16", "eps": "fp32"}
-    constexprs = {"TOP_K": 8, "KP": 8, "BLOCK": BLOCK, "PDL": False}
-    yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, WARPS, 1)
-    found, warps = _norm_constants(2048, 8)
-    constexprs = {**found, "PDL": False}
-    yield CompileCase(combine_norm_kernel, signature(combine_norm_kernel, constexprs, types), constexprs, warps, 1)
+    for y_bytes, kind in ((4, "*fp32"), (2, "*bf16")):
+        of = types | {"y": kind}
+        constexprs = {"TOP_K": 8, "KP": 8, "BLOCK": BLOCK_BYTES // y_bytes, "PDL": False}
+        yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, of), constexprs, WARPS, 1)
+        found, warps = _norm_constants(2048, 8, y_bytes)
+        constexprs = {**found, "PDL": False}
+        yield CompileCase(combine_norm_kernel, signature(combine_norm_kernel, constexprs, of), constexprs, warps, 1)

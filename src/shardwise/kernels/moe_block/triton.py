@@ -19,7 +19,7 @@ from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
-from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, route, silu_mul
+from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
 from shardwise.kernels.moe_block import combine, fragments, matched
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
@@ -151,7 +151,7 @@ def _block(
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target, pdl=pdl)
     if whole and tokens > STREAM_TOKENS and ids_Tk.shape[1]:
-        return moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target, shared=(shared_TH, gate_T1))
+        return combine.Outputs(outputs(x_TH, gate_up, down, ids_Tk, target), shared_TH)
     routed_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk, target=target)
     if routed_TH.numel():
         tokens, hidden = routed_TH.shape
