@@ -2,18 +2,13 @@
 
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from shardwise.parallel.rank_probe import Choice, WaitingRanks
 
 from shardwise.config import ConfigError
 from shardwise.parallel import probe
-from shardwise.parallel.connect import connect
 from shardwise.parallel.devices import (
     REACHED,
     UNKNOWN,
@@ -128,51 +123,6 @@ def test_what_a_probe_says_arrives_as_it_was():
     """Speeds that are not known, too: they are infinite, which JSON cannot say."""
     report = probe.Report([Device("card", 24 << 30, UNKNOWN, UNKNOWN, index=1), Device("other", 1 << 30, 9e11, 7e13)])
     assert probe.decoded(probe.encoded(report)) == report
-
-
-@pytest.mark.parametrize(("ranks_s", "expected_s"), [(6e-6, 6e-6), (3e-5, 3e-5), (None, 1.8e-5)])
-def test_the_latency_is_that_of_what_ranks_will_talk_over(
-    ranks_s: float | None, expected_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bandwidth is that of NCCL, and so is the latency if ranks have no answer."""
-    asked = []
-
-    class Ranks(WaitingRanks):
-        def __init__(self) -> None:
-            pass
-
-        def latency_s(self, *question: Any) -> float | None:
-            asked.append(question)
-            return ranks_s
-
-    monkeypatch.setattr(probe, "library_link", lambda indices: Link(1.8e-5, 2.8e11))
-    assert probe.link([0, 3], "p2p", Ranks()) == Link(expected_s, 2.8e11)
-    assert asked == [([0, 3], "p2p")]
-
-
-def connected(index: int, comm: Choice, world: int) -> float:
-    """A rank on a CPU that joins the others; its seconds tell who it is."""
-    return (1 + index) * 1e-6 * (connect(torch.device("cpu"), comm, world, 20.0).world == world)
-
-
-def late(index: int, *_: object) -> float:
-    time.sleep(30 * index)
-    return 0.0
-
-
-def failing(index: int, *_: object) -> float:
-    sys.stderr = None
-    raise RuntimeError
-
-
-def test_ranks_wait_then_join_and_the_slowest_counts():
-    for part, answer in ((connected, 8e-6), (late, None), (failing, None)):
-        ranks = WaitingRanks(2, part)
-        try:
-            found = ranks.latency_s([3, 7], "auto", 20.0 if part is connected else 0.3)
-        finally:
-            ranks.close()
-        assert found == (answer and pytest.approx(answer)), part
 
 
 def test_a_probe_without_gpus_finds_none_and_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch):
