@@ -108,7 +108,7 @@ def test_triton_is_the_reference(form, tokens, device):
     ids, weights = choose(tokens, 9, 3, device)
     x = randn(tokens, 80).to(device) * 5
     expected = reference.moe(x, *banks, ids, weights, 2)
-    for target in (SMALL, NATIVE):
+    for target in (SMALL, NATIVE) if form in ("fp32", "fp8_block", "nvfp4") else (NATIVE,):
         assert relative(fast.moe(x, *banks, ids, weights, 2, target), expected) < 1e-6
 
 
@@ -140,8 +140,10 @@ def test_banks_made_plain_for_many_pairs(form, device, monkeypatch):
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor", "fp8_channel", "nvfp4", "nvfp4_ct"])
-@pytest.mark.parametrize(("unit", "tokens"), [(16, 1), (16, 18), (64, 2)])
+CUT = ["fp8_block", "fp8_tensor", "fp8_channel", "nvfp4", "nvfp4_ct"]
+
+
+@pytest.mark.parametrize(("form", "unit", "tokens"), [*product(CUT, [16], [1, 18]), ("fp8_block", 64, 2)])
 @pytest.mark.usefixtures("poison")
 def test_triton_serves_cuts_inside_a_block(form, unit, tokens, device):
     """The ranks' sums add up to the whole; gate and up have scales of their own."""
