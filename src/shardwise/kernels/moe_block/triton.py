@@ -28,11 +28,8 @@ from shardwise.kernels.overlap import launch
 
 MATCHED_TOKENS = 32  # up to so many, a tile has a column for every token; beyond, pairs are sorted
 CODES_STREAM_TOKENS = 4  # e2m1 is faster in sums of fp32 than in tiles, up to so many in one launch with the shared one
-FRAGMENT_TOKENS = {
-    1: (2, 160),
-    3: (3, 512),
-    4: (3, 512),
-}  # by kind: from how many on codes go straight to registers, up to how many
+# By kind of weight: from how many tokens on codes go straight to registers, up to how many.
+FRAGMENT_TOKENS = {1: (2, 160), 3: (3, 512), 4: (3, 512)}
 STREAMED, MATCHED, APART, FRAGMENTS = 0, 1, 2, 3  # ways of a block, as measured choices call them
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
 GATED_ADD_BLOCK = 1024
