@@ -115,3 +115,25 @@ def listing(there: Sequence[Found]) -> list[str]:
         figures = f"{counts[kernel, card]} | {each['spilled_bytes']} | {each['registers']}"
         lines.append(f"| `{kernel}` | {card} | {figures} | `{told}` |")
     return lines
+
+
+def racing(ttgir: str) -> bool:
+    """Whether a loop ends while products may read left operands in registers, which its next turn overwrites.
+
+    Hopper's are asynchronous; what Triton 3.6 waits for counts products, not registers. Nothing is known to go wrong
+    where the loop itself reads the sum, so that all are waited for.
+    """
+    loops = list[tuple[int, bool, bool]]()  # indentation of each open loop; a left operand in registers; all waited for
+    for line in ttgir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        while loops and depth <= loops[-1][0]:
+            _, left, waited = loops.pop()
+            if left and not waited:
+                return True
+        if " scf.for " in line:
+            loops.append((depth, False, True))
+        elif loops and "ttng.warp_group_dot " in line:
+            loops[-1] = (loops[-1][0], loops[-1][1] or "dot_op<{opIdx = 0" in line, "isAsync = true" not in line)
+        elif loops and "ttng.warp_group_dot_wait " in line and "pendings = 0" in line:
+            loops[-1] = (*loops[-1][:2], True)
+    return False

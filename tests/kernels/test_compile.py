@@ -10,7 +10,7 @@ import pytest
 
 import shardwise.kernels
 from tests.kernels.conftest import RUNNING
-from tests.kernels.hardware import page, registers
+from tests.kernels.hardware import page, racing, registers
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -80,3 +80,20 @@ def test_registers_are_read_from_the_tools_of_either_vendor() -> None:
     assert registers("  .vgpr_count:     96\n  .vgpr_spill_count: 3\n") == (96, 12)
     with pytest.raises(ValueError, match="no registers are told"):
         registers("nothing of note")
+
+
+@pytest.mark.parametrize(
+    ("left", "pendings", "races"),
+    [("dot_op<{opIdx = 0}>", 3, True), ("dot_op<{opIdx = 0}>", 0, False), ("shared", 1, False)],
+)
+def test_products_that_outlive_a_turn_of_their_loop_are_found(left: str, pendings: int, races: bool) -> None:
+    """As Triton 3.6 writes a loop down: the last wait of the turn says how many may go on."""
+    loop = f"""
+      %0:2 = scf.for %i = %a to %b step %c iter_args(%acc = %zero) -> (tensor<128x128xf32, #mma>) : i32 {{
+        %1 = ttng.warp_group_dot %w, %x, %acc {{isAsync = true}} : tensor<128x16xbf16, #ttg.{left}> -> tensor<#mma>
+        %2:2 = ttng.warp_group_dot_wait %1, %x {{pendings = {pendings} : i32}} : tensor<128x128xf32, #mma>
+        scf.yield %2#0 : tensor<128x128xf32, #mma>
+      }}
+      %3:2 = ttng.warp_group_dot_wait %0#0 {{pendings = 0 : i32}} : tensor<128x128xf32, #mma>
+"""
+    assert racing(loop) is races

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from shardwise.kernels.attention.decode import METADATA, load_tile
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.products import settled
 from shardwise.kernels.sequences import Sequences
 
 KIB = 1024
@@ -62,6 +63,7 @@ def prefill_kernel(
             v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
         )
         value_sum = tl.dot(weight.to(value.dtype), value, value_sum * fade[:, None], input_precision="ieee")
+        value_sum = settled(value_sum, start < last)
         weight_sum = weight_sum * fade + tl.sum(weight, 1)
         top = new_top
     y = value_sum / weight_sum[:, None] * v_scale

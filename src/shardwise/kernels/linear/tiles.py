@@ -17,6 +17,7 @@ import triton.language as tl
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.overlap import ask_for
+from shardwise.kernels.products import settled
 from shardwise.shard import Local
 
 PLAIN = tl.constexpr(0)
@@ -350,6 +351,8 @@ def tile_product(x, x_row_T, x_ok_T, value, fine, e, o_O, ok_O, k_start, k_stop,
             acc += tl.dot(w_OK, x_KT, input_precision="ieee") * factors(scales, W)[:, None]
         else:
             acc = tl.dot(w_OK, x_KT, acc, input_precision="ieee")
+            if W[KIND] != PLAIN:
+                acc = settled(acc, k0 < k_stop)
         if W[FINE] > 0:
             scales = fine_step(fine, e, o_O, ok_O, k0 + BK, BK, W)
     return acc * 128.0 if W[KIND] >= FP4 else acc
