@@ -27,7 +27,7 @@ from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, PLAIN, ROWS, Oper
 from shardwise.kernels.overlap import after_previous, let_next_come
 
 PARTS = 3  # weights of one launch at most
-FEW_ROWS, FEW_ROWS_TOKENS = 512, (3, 128)  # a plain weight of so few rows is read so for these tokens
+FEW_ROWS, FEW_ROWS_TOKENS = 512, (3, 128)  # a plain weight of so few rows is read so for these tokens, if not joined
 MOST_TOKENS = {1: 16, 3: 32}  # by kind: beyond, tiles in shared memory are faster; plain weights only beside others
 
 
@@ -123,7 +123,8 @@ def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target
     if found:
         return Split(*found)
     if few_plain_rows(operands):
-        return few_rows_rule(tokens) if FEW_ROWS_TOKENS[0] <= tokens <= FEW_ROWS_TOKENS[1] else None
+        few = FEW_ROWS_TOKENS[0] <= tokens <= FEW_ROWS_TOKENS[1]
+        return few_rows_rule(operands[0].layout[2], tokens) if few else None
     most = min((MOST_TOKENS.get(kind, 0) for kind in kinds - {0}), default=0)
     return split_rule(sum(of.layout[2] for of in operands), tokens) if tokens <= most else None
 
@@ -139,9 +140,9 @@ def few_plain_rows(operands: Sequence[Operand]) -> bool:
     return len(operands) == 1 and operands[0].kind == PLAIN.value and operands[0].layout[2] <= FEW_ROWS
 
 
-def few_rows_rule(tokens: int) -> Split:
-    """As measured on an H200 for 257 rows of 2,048."""
-    return Split(16, 8, 8, 8) if tokens <= 64 else Split(32, 8, 8, 4)
+def few_rows_rule(rows: int, tokens: int) -> Split:
+    """As measured on an H200 for 257 and for 64 rows of 2,048."""
+    return Split(16, 8, 8, 8) if tokens <= 64 or rows <= 128 else Split(32, 8, 8, 4)
 
 
 def split_constants(operands: Sequence[Operand], taps: int, config: Split) -> dict[str, Any]:

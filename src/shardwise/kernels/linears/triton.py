@@ -97,13 +97,20 @@ def linears(
         found = _choice(x_TH, weights, target)
         if found is not None:
             return _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
-    outputs = [
-        linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target), pdl)
-        for weight, dtype in zip(weights, dtypes, strict=True)
-    ]
+    outputs = [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in zip(weights, dtypes, strict=True)]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs
+
+
+def _single(x_TH: torch.Tensor, weight: Weight, dtype: torch.dtype, target: Target, pdl: bool) -> torch.Tensor:
+    """One of several weights that are not joined; a plain one of few rows as if it were alone."""
+    if all(weight.shape):
+        operands = [operand(weight, target.native_fp8)]
+        split = fragments.split_config(operands, x_TH, target) if fragments.few_plain_rows(operands) else None
+        if split is not None:
+            return _split(x_TH.contiguous(), operands, [dtype], None, split, pdl)[0]
+    return linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target), pdl)
 
 
 def _joinable(weights: Sequence[Weight], conv: Conv | None, tokens: int) -> bool:
@@ -298,10 +305,10 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 config = fragments.split_rule(sum(of.layout[2] for of in operands), tokens)
                 constexprs = fragments.split_constants(operands, taps, config) | {"PDL": False}
                 yield _case(fragments.fragment_linears_kernel, cases, constexprs, (config.warps, 1), 0)
-    for tokens in () if native_fp8 else (16, 128):
-        config = fragments.few_rows_rule(tokens)
-        constexprs = fragments.split_constants([router.of], 0, config) | {"PDL": False}
-        yield _case(fragments.fragment_linears_kernel, (router,), constexprs, (config.warps, 1), 0)
+    for few, tokens in () if native_fp8 else ((router, 16), (router, 128), (plain, 128)):
+        config = fragments.few_rows_rule(few.of.layout[2], tokens)
+        constexprs = fragments.split_constants([few.of], 0, config) | {"PDL": False}
+        yield _case(fragments.fragment_linears_kernel, (few,), constexprs, (config.warps, 1), 0)
     for kind in ("bf16", "fp8_block", "nvfp4"):
         delta = (case(8192, 2048, kind, native_fp8), case(4096, 2048, kind, native_fp8), plain)
         for kib in (64, 99, 227):
