@@ -34,6 +34,7 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     arranged: Callable[..., Any]
     linears: Callable[..., list[torch.Tensor]]
+    linear_parts: Callable[..., torch.Tensor]
     norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
     norm_route: Callable[..., tuple[torch.Tensor, ...]]
     route_linears: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -80,6 +81,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         linear=linear.linear,
         arranged=linear.arranged,
         linears=linears.linears,
+        linear_parts=linears.linear_parts,
         norm_linears=linears.norm_linears,
         norm_route=moe_block.norm_route,
         route_linears=moe_block.route_linears,
@@ -144,6 +146,6 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table
-    names = ("linears", "norm_linears", "norm_route", "route_linears", "moe_shared", "gated_delta_norm", "turn_store",
-             "paged_attention", "rms_norm", "add_rms_norm", "route")  # fmt: skip
+    names = ("linears", "linear_parts", "norm_linears", "norm_route", "route_linears", "moe_shared",
+             "gated_delta_norm", "turn_store", "paged_attention", "rms_norm", "add_rms_norm", "route")  # fmt: skip
     return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

@@ -72,7 +72,7 @@ class GatedAttention:
         self.kv_heads = local_shape(page, ctx.partitions, ctx.rank)[0]
         self.head_map_N = torch.tensor(heads, dtype=torch.int32, device=ctx.device)
         self.qkv = Linear(weights, f"{name}.qkv", ctx)
-        self.out = Linear(weights, f"{name}.out", ctx, torch.float32)
+        self.out = Linear(weights, f"{name}.out", ctx)
         self.q_norm, self.k_norm = weights[f"{name}.q_norm"].plain, weights[f"{name}.k_norm"].plain
         self.eps, self.scale, self.ops = config.rms_norm_eps, config.head_dim**-0.5, ctx.ops
 
@@ -86,10 +86,13 @@ class GatedAttention:
         seqs: Sequences,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the layer's output, fp32, and the new residual; `cache` gets the keys and values."""
+        """This rank's part of the layer's output, fp32, as parts [S, T, H], and the new residual.
+
+        `cache` gets the keys and values.
+        """
         (qkv_TO,), residual_TH = norm.then(added_TH, residual_TH, [self.qkv])
         if not self.heads:
-            return torch.zeros(residual_TH.shape, dtype=torch.float32, device=residual_TH.device), residual_TH
+            return torch.zeros((1, *residual_TH.shape), dtype=torch.float32, device=residual_TH.device), residual_TH
         kv_width = self.kv_heads * self.head_dim
         queries_gates, keys, values = qkv_TO.split((self.heads * 2 * self.head_dim, kv_width, kv_width), -1)
         q_TND, gate_TND = queries_gates.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, -1)
@@ -102,4 +105,4 @@ class GatedAttention:
             q_TND, cache.k_pages, cache.v_pages, seqs, self.head_map_N, self.scale,
             k_scale=cache.k_scale, v_scale=cache.v_scale, gate_TND=gate_TND,
         )  # fmt: skip
-        return self.out(y_TND.flatten(1)), residual_TH
+        return self.out.summands(y_TND.flatten(1)), residual_TH

@@ -86,7 +86,7 @@ class GatedDeltaNet:
         self.key_map_V = torch.tensor(key_map, dtype=torch.int32, device=ctx.device)
         self.qkv, self.z = Linear(weights, f"{name}.qkv", ctx), Linear(weights, f"{name}.z", ctx)
         self.ba = Linear(weights, f"{name}.ba", ctx, torch.float32)
-        self.out = Linear(weights, f"{name}.out", ctx, torch.float32)
+        self.out = Linear(weights, f"{name}.out", ctx)
         self.conv_CW = weights[f"{name}.conv"].plain.squeeze(1)
         self.A_log_V, self.dt_bias_V = weights[f"{name}.A_log"].plain, weights[f"{name}.dt_bias"].plain
         self.norm, self.eps, self.ops = weights[f"{name}.norm"].plain, config.rms_norm_eps, ctx.ops
@@ -99,12 +99,15 @@ class GatedDeltaNet:
         seqs: Sequences,
         state: DeltaState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the layer's output, fp32, and the new residual; `state` moves on by the tokens."""
+        """This rank's part of the layer's output, fp32, as parts [S, T, H], and the new residual.
+
+        `state` moves on by the tokens.
+        """
         conv = Conv(self.conv_CW, state.conv, seqs)
         inputs = [self.qkv, self.z, self.ba]
         (qkv_TC, z_TX, ba_TX), residual_TH = norm.then(added_TH, residual_TH, inputs, conv)
         if not self.value_heads:
-            return torch.zeros(residual_TH.shape, dtype=torch.float32, device=residual_TH.device), residual_TH
+            return torch.zeros((1, *residual_TH.shape), dtype=torch.float32, device=residual_TH.device), residual_TH
         keys = self.key_heads * self.key_dim
         q, k, v = qkv_TC.split((keys, keys, self.value_heads * self.value_dim), -1)
         b_TV, a_TV = ba_TX.chunk(2, -1)
@@ -115,4 +118,4 @@ class GatedDeltaNet:
             a_TV, b_TV, self.A_log_V, self.dt_bias_V, self.key_map_V, state.delta, seqs,
             z_TX.unflatten(-1, (self.value_heads, self.value_dim)), self.norm, self.eps,
         )  # fmt: skip
-        return self.out(y_TVD.flatten(1)), residual_TH
+        return self.out.summands(y_TVD.flatten(1)), residual_TH

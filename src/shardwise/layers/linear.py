@@ -57,6 +57,10 @@ class Linear:
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self.join(self.ops.linears(x_TI, self.parts, [self.out_dtype] * len(self.parts)))
 
+    def summands(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Parts [S, T, O] of y_TO in fp32, which the norm behind a layer adds; of a weight that is one."""
+        return self.ops.linear_parts(x_TI, self.parts[0])
+
     def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """y_TO from the outputs of `parts`."""
         return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), -1)

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.kernels.norm.reference import summed
+
 INLINE_BYTES = 16384  # a plan up to this size takes one broadcast, a longer one two
 
 
 @dataclass(frozen=True)
 class Partial:
     """This rank's part of a sum over ranks, which the norm that comes next makes, in the same launch; with one rank,
-    what its layer makes of x_TH.
+    what its layer makes of x_TH. It may be parts of that part, [S, T, H].
 
     norm_sum: (x, residual, weight, eps) -> norm of residual + the sum, and that new residual, as ops.add_rms_norm.
     route_sum: (x, residual, weight, eps, routers, top_k, arrivals) -> as ops.norm_route; None where it takes more than
@@ -53,7 +55,10 @@ class Communicator(Protocol):
         ...
 
     def for_norm(self, x_TH: torch.Tensor) -> "torch.Tensor | Partial":
-        """The sum of all ranks' `x`, or a promise of it, if it costs less together with the norm behind it."""
+        """The sum of all ranks' `x`, or a promise of it, if it costs less together with the norm behind it.
+
+        A rank's x may itself be parts [S, T, H], as many as it likes; alone, it is left at that.
+        """
         ...
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
@@ -121,7 +126,7 @@ class TorchCommunicator:
         return x
 
     def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
-        return self.all_reduce(x_TH)
+        return self.all_reduce(summed(x_TH))
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         if len(set(widths)) > 1:

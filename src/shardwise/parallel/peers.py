@@ -15,6 +15,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import forbid_multicast
+from shardwise.kernels.norm.reference import summed
 from shardwise.parallel.comm import Partial, TorchCommunicator
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class PeerCommunicator(TorchCommunicator):
         return self.kernels.peer_sum(x.contiguous(), self.mail)
 
     def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
-        if not self._fits(x_TH.numel(), x_TH.dtype) or x_TH.shape[-1] > self.kernels.WIDEST:
-            return self.all_reduce(x_TH)
+        rows, width = x_TH.shape[-2:]
+        if not self._fits(rows * width, x_TH.dtype) or width > self.kernels.WIDEST:
+            return self.all_reduce(summed(x_TH))
         return Partial(x_TH, self._norm, self._route)
 
     def _norm(
@@ -73,10 +75,10 @@ class PeerCommunicator(TorchCommunicator):
         arrivals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...] | None:
         """In one launch for one token and a plain router."""
-        fits = x_TH.shape[0] == 1 and x_TH.shape[1] <= self.routing.WIDEST and top_k > 0
+        fits = x_TH.shape[-2] == 1 and x_TH.shape[-1] <= self.routing.WIDEST and top_k > 0
         if not fits or len(routers) > 1 or len(routers[0].tensors) > 1:
             return None
-        inputs = x_TH.contiguous(), residual_TH.contiguous(), weight_H, eps
+        inputs = summed(x_TH).contiguous(), residual_TH.contiguous(), weight_H, eps
         return self.routing.peer_route(*inputs, routers[0].plain, top_k, arrivals, self.mail)
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:

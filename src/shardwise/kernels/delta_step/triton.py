@@ -102,7 +102,7 @@ def gated_delta_norm(
         out_TVD = gated_delta(
             q_TGD, k_TGD, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V, key_map_V, state_RVKD, seqs
         )  # fmt: skip
-        return gated_rms_norm(out_TVD, gate_TVD, norm_D, eps)
+        return gated_rms_norm(out_TVD, gate_TVD, norm_D, eps, pdl)
     out_TVD = torch.empty(v_TVD.shape, dtype=v_TVD.dtype, device=v_TVD.device)
     inputs = [part for x in (q_TGD, k_TGD, v_TVD, a_TV, b_TV) for part in packed(x)]
     gating = (A_log_V, dt_bias_V, key_map_V)

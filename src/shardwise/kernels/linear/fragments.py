@@ -134,6 +134,15 @@ def _weights(
 
 
 @gluon.jit
+def plain_values(word, raw, W: gl.constexpr):
+    """Codes of words [M, G, UNDER] in bf16, each word's in their own order on axes behind; e2m1 with scales [M, G]."""
+    scale = word
+    if W[KIND] >= FP4_WORDS:
+        scale, word = gl.broadcast(gl.expand_dims(_scale_words(raw, W), 2), word)
+    return _moved(word, scale, W[KIND], False)
+
+
+@gluon.jit
 def turned_place(k, VALUES: gl.constexpr):
     """Where value k of an input lies if each word's values are in the order of the moves."""
     return k // VALUES * VALUES + k % (VALUES // 2) * 2 + k % VALUES // (VALUES // 2)

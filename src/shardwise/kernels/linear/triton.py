@@ -171,7 +171,7 @@ def stream(x_TK: torch.Tensor, of: Operand, out_TO: torch.Tensor, config: Stream
 
 
 def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled, pdl: bool = False) -> torch.Tensor:
-    """x @ weight.T; splits of K are summed in a fixed order."""
+    """x @ weight.T -> [S, T, O] of splits of K, in fp32 if they are several."""
     tokens, (rows, columns) = x_TK.shape[0], of.layout[2:4]
     steps = triton.cdiv(triton.cdiv(columns, config.BK), config.splits)
     splits = triton.cdiv(columns, steps * config.BK)
@@ -181,7 +181,7 @@ def tiled(x_TK: torch.Tensor, of: Operand, out_dtype: torch.dtype, config: Tiled
         x_TK, x_TK.stride(0), *of.tensors(), out_STO, tokens, of.layout, config.BO, config.BT, config.BK,
         steps * config.BK, num_warps=config.warps, num_stages=config.stages, **launch(pdl),
     )  # fmt: skip
-    return out_STO[0] if splits == 1 else out_STO.sum(0).to(out_dtype)
+    return out_STO
 
 
 def linear(
@@ -191,31 +191,43 @@ def linear(
     target: Target | None = None,
     streamed: bool | None = None,
     pdl: bool = False,
+    whole: bool = True,
 ) -> torch.Tensor:
     """x_TI @ weight_OI.T -> y_TO in `out_dtype` (x's, if None), accumulated in fp32; x may have more leading axes.
 
     target: the device's, if None; streamed: by which kind of kernel, if it is known which is faster; pdl: see
-    overlap.py. Raises TypeError for formats that only the reference has.
+    overlap.py; whole: if not, the result is [S, ..], parts of the sum that are still to be added.
+    Raises TypeError for formats that only the reference has.
     """
     out_dtype = out_dtype or x_TI.dtype
-    target = target or target_of(x_TI.device)
+    out_STO = _parts(x_TI, weight, out_dtype, target or target_of(x_TI.device), streamed, pdl)
+    if whole:  # in a fixed order
+        out_TO = out_STO[0] if len(out_STO) == 1 else out_STO.sum(0).to(out_dtype)
+        return out_TO.view(*x_TI.shape[:-1], weight.shape[0])
+    return out_STO.view(len(out_STO), *x_TI.shape[:-1], weight.shape[0])
+
+
+def _parts(
+    x_TI: torch.Tensor, weight: Weight, out_dtype: torch.dtype, target: Target, streamed: bool | None, pdl: bool
+) -> torch.Tensor:
+    """Parts of the product [S, T, O]: one in `out_dtype`, or several in fp32."""
     rows, columns = weight.shape
     x_TK = x_TI.reshape(-1, columns) if columns else x_TI.new_empty((x_TI[..., 0:1].numel(), 0))
-    shape, tokens = (*x_TI.shape[:-1], rows), x_TI.shape[:-1].numel()
+    tokens = x_TI.shape[:-1].numel()
     if not tokens or not rows or not columns:
-        return torch.zeros(shape, dtype=out_dtype, device=x_TI.device)
+        return torch.zeros((1, tokens, rows), dtype=out_dtype, device=x_TI.device)
     if x_TK.stride(-1) != 1:
         x_TK = x_TK.contiguous()
     of = operand(weight, target.native_fp8)
     if tokens <= STREAM_TOKENS if streamed is None else streamed:
         out_TO = torch.empty((tokens, rows), dtype=out_dtype, device=x_TI.device)
         stream(x_TK, of, out_TO, stream_config(of, tokens, target.name), pdl)
-        return out_TO.view(shape)
+        return out_TO[None]
     if of.kind == 0:
-        return _library(x_TK, weight.plain, out_dtype).view(shape)
+        return _library(x_TK, weight.plain, out_dtype)[None]
     if tokens >= LIBRARY_TOKENS and x_TK.is_cuda and x_TK.element_size() == 2:
-        return _library(x_TK, dequantise.dequantised(of, x_TK.dtype), out_dtype).view(shape)
-    return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size()), pdl).view(shape)
+        return _library(x_TK, dequantise.dequantised(of, x_TK.dtype), out_dtype)[None]
+    return tiled(x_TK, of, out_dtype, tiled_config(of, tokens, target, x_TK.element_size()), pdl)
 
 
 def arranged(weight: Weight) -> Weight:

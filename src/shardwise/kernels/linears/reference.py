@@ -1,6 +1,6 @@
 """What several linears of one normed input mean, in plain torch: a composition of the single operations.
 
-Legend: T tokens, H hidden, C conv channels, W taps, R rows of state.
+Legend: T tokens, H hidden, I columns, C conv channels, W taps, R rows of state, S parts of a sum.
 """
 
 from collections.abc import Sequence
@@ -56,3 +56,8 @@ def linears(
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs
+
+
+def linear_parts(x_TI: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Parts [S, T, H] in fp32 whose sum over S, in their order, is x @ weight.T: for the norm that comes next."""
+    return linear(x_TI, weight, torch.float32)[None]

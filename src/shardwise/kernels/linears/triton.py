@@ -21,10 +21,11 @@ from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
-from shardwise.kernels.linears import fragments
+from shardwise.kernels.linears import fragments, held
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
+from shardwise.kernels.norm.reference import summed
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
 
@@ -69,7 +70,7 @@ def norm_linears(
         return linears(rms_norm(residual_TH, norm_H, eps, pdl), weights, dtypes, conv, target, pdl), residual_TH
     if residual_TH.shape[0] == 1 and _joinable(weights, conv, 1):
         total_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
-        normed = added_TH.contiguous(), norm_H, total_TH, eps
+        normed = summed(added_TH, residual_TH.dim()).contiguous(), norm_H, total_TH, eps
         return _stream(residual_TH.contiguous(), normed, weights, dtypes, conv, target, pdl), total_TH
     x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps, pdl)
     return linears(x_TH, weights, dtypes, conv, target, pdl), residual_TH
@@ -85,18 +86,10 @@ def linears(
 ) -> list[torch.Tensor]:
     """As the reference. target: the device's, if None; pdl: see overlap.py."""
     target = target or target_of(x_TH.device)
-    tokens = x_TH.shape[0]
     dtypes = [dtype or x_TH.dtype for dtype in out_dtypes]
-    if _joinable(weights, conv, tokens):
-        if tokens == 1 and (pdl or len(weights) > 1):
-            return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
-        operands = [operand(weight, target.native_fp8) for weight in weights]
-        split = fragments.split_config(operands, x_TH, target)
-        if split is not None:
-            return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
-        found = _choice(x_TH, weights, target)
-        if found is not None:
-            return _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
+    joined = _joined(x_TH, weights, dtypes, conv, target, pdl)
+    if joined is not None:
+        return joined
     outputs = [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in zip(weights, dtypes, strict=True)]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
@@ -111,6 +104,42 @@ def _single(x_TH: torch.Tensor, weight: Weight, dtype: torch.dtype, target: Targ
         if split is not None:
             return _split(x_TH.contiguous(), operands, [dtype], None, split, pdl)[0]
     return linear(x_TH, weight, dtype, target, _streamed(x_TH, weight, target), pdl)
+
+
+def linear_parts(x_TI: torch.Tensor, weight: Weight, target: Target | None = None, pdl: bool = False) -> torch.Tensor:
+    """As the reference. target: the device's, if None; pdl: see overlap.py."""
+    target = target or target_of(x_TI.device)
+    if all(weight.shape):
+        of = operand(weight, target.native_fp8)
+        config = held.held_config(of, x_TI)
+        if config is not None:
+            return held.held_linear(x_TI.contiguous(), of, config, pdl)
+    joined = _joined(x_TI, [weight], [torch.float32], None, target, pdl)
+    if joined is not None:
+        return joined[0][None]
+    return linear(x_TI, weight, torch.float32, target, _streamed(x_TI, weight, target), pdl, whole=False)
+
+
+def _joined(
+    x_TH: torch.Tensor,
+    weights: Sequence[Weight],
+    dtypes: Sequence[torch.dtype],
+    conv: Conv | None,
+    target: Target,
+    pdl: bool,
+) -> list[torch.Tensor] | None:
+    """All in one launch, where one of our kernels is to do it."""
+    tokens = x_TH.shape[0]
+    if not _joinable(weights, conv, tokens):
+        return None
+    if tokens == 1 and (pdl or len(weights) > 1):
+        return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
+    operands = [operand(weight, target.native_fp8) for weight in weights]
+    split = fragments.split_config(operands, x_TH, target)
+    if split is not None:
+        return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
+    found = _choice(x_TH, weights, target)
+    return None if found is None else _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
 
 
 def _joinable(weights: Sequence[Weight], conv: Conv | None, tokens: int) -> bool:

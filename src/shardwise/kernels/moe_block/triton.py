@@ -23,6 +23,7 @@ from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, sil
 from shardwise.kernels.moe_block import combine, fragments, matched
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
+from shardwise.kernels.norm.reference import summed
 from shardwise.kernels.norm.triton import add_rms_norm, rms_norm
 from shardwise.kernels.overlap import launch
 
@@ -57,7 +58,8 @@ def norm_route(
         return x_TH, residual_TH, *route_linears(x_TH, routers, top_k, target, pdl)
     target = target or target_of(residual_TH.device)
     of, device = operand(routers[0], target.native_fp8), residual_TH.device
-    residual_TH, added_TH = residual_TH.contiguous(), added_TH.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+    added_TH = summed(added_TH, residual_TH.dim()).contiguous()  # pyright: ignore[reportArgumentType]
+    residual_TH = residual_TH.contiguous()
     total_TH = torch.empty_like(residual_TH)
     x_TH = torch.empty((tokens, hidden), dtype=norm_H.dtype, device=device)
     logits_TE1 = torch.empty((tokens, of.layout[2]), dtype=torch.float32, device=device)

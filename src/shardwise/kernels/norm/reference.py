@@ -1,6 +1,6 @@
 """RMS norms in plain torch, in fp32 inside: the definition.
 
-Legend: T tokens, H hidden, V value heads, D head dim.
+Legend: T tokens, H hidden, V value heads, D head dim, S parts of a sum.
 """
 
 import torch
@@ -15,9 +15,19 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of residual + x, in the weight's dtype, and that sum, in the residual's, of which the norm is taken."""
-    sum_TH = (residual_TH.float() + x_TH.float()).to(residual_TH.dtype)
+    """The norm of residual + x, in the weight's dtype, and that sum, in the residual's, of which the norm is taken.
+
+    x may be parts [S, T, H] that are added first, see summed.
+    """
+    sum_TH = (residual_TH.float() + summed(x_TH, residual_TH.dim()).float()).to(residual_TH.dtype)
     return rms_norm(sum_TH, weight_H, eps), sum_TH
+
+
+def summed(x_TH: torch.Tensor, axes: int = 2) -> torch.Tensor:
+    """x of so many axes as it is; of one more, such as parts [S, T, H], the sum of these in fp32, in their order."""
+    if x_TH.dim() == axes:
+        return x_TH
+    return x_TH[0] if len(x_TH) == 1 else x_TH.float().sum(0)
 
 
 def gated_rms_norm(x_TVD: torch.Tensor, gate_TVD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

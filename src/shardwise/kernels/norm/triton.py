@@ -34,9 +34,13 @@ def norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     GATE: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = norm(x) of rows (outer, inner); ADD: other is a residual and total gets the sum; GATE: other is a gate."""
+    """out = norm(x) of rows (outer, inner); ADD: other is a residual and total gets the sum; GATE: other is a gate.
+
+    PARTS: of x, which are added first, and lie one behind another.
+    """
     let_next_come(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -47,6 +51,8 @@ def norm_kernel(
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     after_previous(PDL)
     value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + rows * WIDTH * part + x_at, mask=inside, other=0.0).to(tl.float32)
     if ADD or GATE:
         other_at = (outer_index * other_outer_stride + inner_index * other_inner_stride)[:, None] + column[None, :]
         second = tl.load(other + other_at, mask=inside, other=0.0).to(tl.float32)
@@ -84,13 +90,18 @@ def _norm(
     eps: float,
     pdl: bool = False,
 ) -> None:
-    """Fills `out` (and `total`, where there is one: then `other` is a residual, else a gate), which are contiguous."""
-    if not x.numel():
+    """Fills `out` (and `total`, where there is one: then `other` is a residual, else a gate), which are contiguous.
+
+    x: as out, or contiguous parts of it, one axis more.
+    """
+    if not out.numel():
         return
-    shape = tuple(x.shape)
+    shape, parts = tuple(out.shape), 1
+    if x.dim() > out.dim():
+        parts, x = len(x), x.contiguous()
     constants, warps = _config(shape[-1])
-    rows = x.numel() // shape[-1]
-    x_rows, x_outer, x_inner = _rows(x, shape)
+    rows = out.numel() // shape[-1]
+    x_rows, x_outer, x_inner = _rows(x[0] if x.dim() > out.dim() else x, shape)
     other_rows, other_outer, other_inner = _rows(other, shape)
     norm_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
         x_rows,
@@ -108,6 +119,7 @@ def _norm(
         **constants,
         ADD=total is not None,
         GATE=other is not None and total is None,
+        PARTS=parts,
         num_warps=warps,
         **launch(pdl),
     )
@@ -124,24 +136,29 @@ def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
-    out_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
+    out_TH = torch.empty(residual_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
     sum_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
     _norm(x_TH, residual_TH, weight_H, out_TH, sum_TH, eps, pdl)
     return out_TH, sum_TH
 
 
-def gated_rms_norm(x_TVD: torch.Tensor, gate_TVD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x_TVD: torch.Tensor, gate_TVD: torch.Tensor, weight_D: torch.Tensor, eps: float, pdl: bool = False
+) -> torch.Tensor:
     """As the reference."""
     out_TVD = torch.empty_like(x_TVD, memory_format=torch.contiguous_format)
-    _norm(x_TVD, gate_TVD, weight_D, out_TVD, None, eps)
+    _norm(x_TVD, gate_TVD, weight_D, out_TVD, None, eps, pdl)
     return out_TVD
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """Hidden sizes, plain and with what is added to a residual in fp32; heads of GatedDeltaNet with their gate."""
-    for width, add, gate in ((2048, False, False), (2048, True, False), (5120, True, False), (128, False, True)):
+    for width, add, gate, parts in (
+        (2048, False, False, 1), (2048, True, False, 1), (2048, True, False, 8), (5120, True, False, 1),
+        (128, False, True, 1),
+    ):  # fmt: skip
         constants, warps = _config(width)
-        constexprs: dict[str, Any] = {**constants, "ADD": add, "GATE": gate, "PDL": False}
+        constexprs: dict[str, Any] = {**constants, "ADD": add, "GATE": gate, "PARTS": parts, "PDL": False}
         constexprs |= {} if add or gate else {"other": None}
         constexprs |= {} if add else {"total": None}
         wide = dict.fromkeys(("x", "other", "total"), "*bf16" if gate else "*fp32")

@@ -46,13 +46,23 @@ def peer_sum_kernel(
     done(state, slot, (words + BLOCK - 1) // BLOCK)
 
 
+@triton.jit
+def _own(x, row, rows, h_H, ok_H, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """A row of this rank's x, of which there are parts to be added."""
+    value_H = tl.load(x + row * WIDTH + h_H, mask=ok_H, other=0)
+    for part in tl.static_range(1, PARTS):
+        value_H += tl.load(x + (part * rows + row) * WIDTH + h_H, mask=ok_H, other=0)
+    return value_H
+
+
 @triton.jit(do_not_specialize=["rows", "patience"])
 def peer_norm_kernel(
     x, residual, norm, normed, total, inbox, p0, p1, p2, p3, p4, p5, p6, p7, state, trouble, rows, patience, eps,
     RANK: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """total = residual + the sum of all ranks' x, normed = norm(total), of some rows a program."""
+    """total = residual + the sum of all ranks' x, normed = norm(total), of some rows a program. PARTS: of this rank's
+    x, one behind another."""
     let_next_come(PDL)
     after_previous(PDL)
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
@@ -61,13 +71,13 @@ def peer_norm_kernel(
     ok_H = h_H < WIDTH
     slot, last = tl.load(state + 2 * tl.program_id(0)), tl.load(state + 2 * tl.program_id(0) + 1)
     for row in range(tl.program_id(0), rows, G):
-        value_H = tl.load(x + row * WIDTH + h_H, mask=ok_H, other=0)
+        value_H = _own(x, row, rows, h_H, ok_H, WIDTH, PARTS)
         push(sent(value_H), row * WIDTH + h_H, ok_H, peers, slot, RANK, W, CAPACITY)
     clear(inbox, slot, last, RANK, W, CAPACITY, BLOCK, G)
     factor_H = 1.0 + tl.load(norm + n_H, mask=ok_H, other=0).to(tl.float32)
     for row in range(tl.program_id(0), rows, G):
         at_H = row * WIDTH + h_H
-        own_H = tl.load(x + at_H, mask=ok_H, other=0)
+        own_H = _own(x, row, rows, h_H, ok_H, WIDTH, PARTS)
         carried_H = tl.load(residual + at_H, mask=ok_H, other=0).to(tl.float32)
         sum_H = summed(own_H, inbox, slot, at_H, ok_H, patience, trouble, RANK, W, WP, CAPACITY)
         rounded_H = (sum_H + carried_H).to(total.dtype.element_ty)
@@ -136,15 +146,16 @@ def peer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of residual + the sum of all ranks' x, in the weight's dtype, and that sum, in the residual's.
 
+    x may be parts [S, T, H], which are added first, as many as this rank likes.
     x and residual are contiguous, of at most WIDEST columns and `capacity` elements.
     """
-    rows, width = x_TH.shape
-    normed_TH = torch.empty(x_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
+    rows, width = residual_TH.shape
+    normed_TH = torch.empty(residual_TH.shape, dtype=weight_H.dtype, device=x_TH.device)
     total_TH = torch.empty_like(residual_TH)
     sizes, warps = _norm_config(width, len(mail.inboxes))
     peer_norm_kernel[(mail.state.shape[0],)](
         x_TH, residual_TH, weight_H, normed_TH, total_TH, *mail.arguments(), rows, mail.patience, eps,
-        **mail.constants(**sizes), num_warps=warps,
+        **mail.constants(**sizes, PARTS=len(x_TH) if x_TH.dim() > 2 else 1), num_warps=warps,
     )  # fmt: skip
     return normed_TH, total_TH
 
@@ -178,7 +189,7 @@ def compile_cases() -> Iterator[CompileCase]:
         yield CompileCase(peer_sum_kernel, signature(peer_sum_kernel, constexprs, types), constexprs, 4, 1)
         for width in (2048, 5120):
             sizes, warps = _norm_config(width, world)
-            constexprs = fixed | sizes
+            constexprs = fixed | sizes | {"PARTS": 4 if world > 2 else 1}
             yield CompileCase(peer_norm_kernel, signature(peer_norm_kernel, constexprs, types), constexprs, warps, 1)
         narrow = types | {"total": "i32"}
         yield CompileCase(peer_gather_kernel, signature(peer_gather_kernel, fixed, narrow), fixed, 4, 1)
