@@ -21,7 +21,7 @@ from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.triton import arranged
 from shardwise.kernels.linears import fragments as splits
-from shardwise.kernels.linears import reference, triton
+from shardwise.kernels.linears import held, reference, triton
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import fragments as tiles
@@ -79,6 +79,19 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: b
             judge(f"state {form} {shapes} T={tokens} {config}", mine, wanted_state)
 
 
+def check_held(form: str, shape: tuple[int, int], tokens: int) -> None:
+    """Parts of a product, of Hopper's kernel; as the rule has it, where it has this shape."""
+    weight, x_TK = make_weight(shape, form, 0, DEVICE), torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
+    of, want = operand(weight, True), reference.linear_parts(x_TK.float(), weight)
+    if not held.possible(of, x_TK):
+        found.append({"what": f"held {form} {shape}", "error": 0.0, "right": True, "left_out": True})
+        return
+    for config in {held.held_rule(of, tokens) or held.Held(64, 128, 16, 4), held.Held(64, 256, 32, 4)}:
+        poison()
+        got = held.held_linear(x_TK, of, config, False)
+        judge(f"held {form} {shape} T={tokens} {config}", got.sum(0), want.sum(0))
+
+
 def check_router(rows: int, columns: int, tokens: int) -> None:
     """A plain weight of few rows, as the rule has it."""
     weight, x_TH = make_weight((rows, columns), "bf16", 0, DEVICE), torch.randn(tokens, columns, device=DEVICE)
@@ -122,6 +135,10 @@ def main() -> int:
         for tokens in (1, 2, 7, 8, 9, 16, 31):
             for shapes in ([(96, 512)], [(40, 1536)], [(200, 352)], [(128, 512), (72, 512)]):
                 check_linears(form, shapes, tokens, conv=len(shapes) > 1)
+        for tokens in (2, 16, 31, 64, 130):
+            for held_form in dict.fromkeys((form, "bf16")):
+                for shape in ((2048, 4096), (192, 1536), (128, 256), (100, 512)):
+                    check_held(held_form, shape, tokens)
         for shared_form in dict.fromkeys((form, "bf16")):
             for width in (512, 176, 64):
                 for tokens in (1, 2, 8, 9, 33, 130, 300):

@@ -85,6 +85,20 @@ def test_no_rows_and_many_weights(device):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("form", "shape", "tokens", "parts"),
+    [("fp8_block_f32", (1030, 256), 17, 4), ("nvfp4_row", (21, 128), 2, 1), ("bf16", (21, 128), 3, 1),
+     ("fp8_block_f32", (70, 512), 0, 1), ("bf16", (9, 0), 2, 1)],
+)  # fmt: skip
+@pytest.mark.usefixtures("poison")
+def test_parts_of_a_sum(form, shape, tokens, parts, device):
+    weight, x = make_weight(shape, form, 1, str(device)), randn(tokens, shape[1]).to(device)
+    got, expected = fast.linear_parts(x, weight), reference.linear_parts(x, weight)
+    assert got.shape == (parts, tokens, shape[0])
+    assert got.dtype == expected.dtype == torch.float32
+    assert torch.equal(got, expected) or relative(got.sum(0), expected.sum(0)) < 1e-2
+
+
 @pytest.mark.usefixtures("poison")
 def test_types_of_activations(device):
     """Residuals in fp32, activations in bf16: results in bf16 or fp32 as asked for."""

@@ -41,6 +41,16 @@ def test_add_rms_norm_norms_the_sum_and_gives_it(impl, shape, device):
 
 
 @BOTH
+@pytest.mark.parametrize("shape", [(1, 3, 100), (4, 2, 128), (2, 0, 8), (3, 2, 5, 48)])
+@pytest.mark.usefixtures("poison")
+def test_parts_are_added_before_the_residual(impl, shape, device):
+    parts, residual, weight = randn(*shape).to(device), randn(*shape[1:]).to(device), randn(shape[-1]).to(device)
+    normed, total = impl.add_rms_norm(parts, residual, weight, EPS)
+    torch.testing.assert_close(total, parts.sum(0) + residual)
+    torch.testing.assert_close(normed, reference.rms_norm(total, weight, EPS))
+
+
+@BOTH
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 1])
 @pytest.mark.usefixtures("poison")
 def test_gated_rms_norm_is_that_of_transformers(impl, shape, device):

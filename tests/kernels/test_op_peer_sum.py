@@ -34,6 +34,7 @@ MESSAGES: tuple[Message, ...] = (
     ("sum", (8 * BLOCK,)),
     ("gather", (2, 5, 3, 0)),
     ("norm", (2, 2048)),
+    ("parts", (5, 100)),
     ("sum", (7,)),
     ("gather", (1, 2000, 1, 7)),
     ("gather", (1, 4, 0)),
@@ -61,6 +62,11 @@ def given_to(rank: int, n: int, shape: Sequence[int]) -> torch.Tensor:
     return x
 
 
+def parts_of(rank: int, n: int, shape: Sequence[int]) -> torch.Tensor:
+    """Of one rank's x; each rank has another number of them."""
+    return given_to(rank, n, (1 + rank, *shape))
+
+
 def widths_of(shape: Sequence[int], world: int) -> list[int]:
     return [shape[1 + rank % (len(shape) - 1)] for rank in range(world)]
 
@@ -77,6 +83,8 @@ def expected(n: int, what: str, shape: tuple[int, ...], world: int) -> tuple[tor
         return norm_route(
             reference.peer_sum(parts), given_to(9, n, shape), given_to(8, n, shape[-1:]), EPS, [router], 3
         )
+    if what == "parts":
+        parts = [sum(parts_of(rank, n, shape)) for rank in range(world)]
     return reference.peer_norm(parts, given_to(9, n, shape), given_to(8, n, shape[-1:]).bfloat16(), EPS)
 
 
@@ -99,7 +107,8 @@ def answers(rank: int, mail: Mail, messages: Sequence[Message], pause_s: float) 
                 assert arrivals.tolist() == [0]
             else:
                 weight = given_to(8, n, shape[-1:]).bfloat16()
-                found.append(peer_norm(given_to(rank, n, shape), given_to(9, n, shape), weight, EPS, mail))
+                x = parts_of(rank, n, shape) if what == "parts" else given_to(rank, n, shape)
+                found.append(peer_norm(x, given_to(9, n, shape), weight, EPS, mail))
     return found
 
 
@@ -133,7 +142,7 @@ def test_ranks_agree_bit_for_bit_with_sums_in_their_order(world: int) -> None:
         known = expected(n, what, shape, world)
         for rank in range(world):
             got = [torch.from_numpy(each) for each in found[rank][n]]
-            if what == "norm":  # its own sum may be in any order, though alike on all ranks
+            if what in ("norm", "parts"):  # its own sum may be in any order, though alike on all ranks
                 torch.testing.assert_close(got[0], known[0].float(), atol=2e-2, rtol=2e-2)
                 assert torch.equal(got[0], torch.from_numpy(found[0][n][0]))
             if what == "route":

@@ -48,7 +48,7 @@ from shardwise.kernels.overlap import after_previous, launch, let_next_come
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 STEP = gl.constexpr(128)  # columns of a product
 MOST_TOKENS = {0: 64, 1: 160, 3: 160}  # by kind: beyond, libraries and tiles are faster
-SHARED_KIB = 227
+SHARED_KIB, CAPABILITY = 227, (9, 0)
 
 
 class Held(NamedTuple):
@@ -199,12 +199,16 @@ def held_rule(of: Operand, tokens: int) -> Held | None:
 
 def held_config(of: Operand, x_TK: torch.Tensor) -> Held | None:
     """How this weight is to be multiplied with x by this kernel, if it is to be."""
-    tokens, kind, fine = x_TK.shape[0], of.kind, of.layout[FINE.value]
-    if not 2 <= tokens <= MOST_TOKENS.get(kind, 0) or not codes_fit(of, x_TK.dtype):
-        return None
-    if torch.cuda.get_device_capability(x_TK.device) != (9, 0) or (kind == FP8.value and fine % STEP.value):
-        return None
-    return held_rule(of, tokens)
+    tokens = x_TK.shape[0]
+    return held_rule(of, tokens) if 2 <= tokens <= MOST_TOKENS.get(of.kind, 0) and possible(of, x_TK) else None
+
+
+def possible(of: Operand, x_TK: torch.Tensor) -> bool:
+    """Whether this kernel can multiply such a weight with such an input, on this device, in some configuration."""
+    if not codes_fit(of, x_TK.dtype) or torch.cuda.get_device_capability(x_TK.device) != CAPABILITY:
+        return False
+    whole = of.layout[ROWS.value] % 64 == 0 and of.layout[COLUMNS.value] % STEP.value == 0
+    return whole and (of.kind != FP8.value or of.layout[FINE.value] % STEP.value == 0)
 
 
 def held_constants(of: Operand, tokens: int, config: Held) -> dict[str, Any]:

@@ -322,6 +322,8 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
             for cases in ((case(2048, 4096, kind, native_fp8),), (router,)):
                 yield from _measured_cases(cases, 0, name, kib)
             yield from _measured_cases(half, 4, name, kib)  # of one of two ranks
+    if not native_fp8:
+        yield from held.compile_cases()
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("fp8_block", "nvfp4"):
