@@ -47,7 +47,9 @@ from shardwise.kernels.overlap import after_previous, launch, let_next_come
 # Triton 3.6 and 3.9 know it by different names.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 STEP = gl.constexpr(128)  # columns of a product
-MOST_TOKENS = {0: 64, 1: 160, 3: 160}  # by kind: beyond, libraries and tiles are faster
+TOKENS = {0: (2, 64), 1: (17, 128), 3: (2, 128)}  # by kind: beyond, libraries, tiles and fragments are faster
+PROCESSORS, FEWEST_PROGRAMS = 132, 96  # of Hopper's cards, and how many of them are to have work
+FEWEST_COLUMNS = 4096  # of fewer nothing was measured
 SHARED_KIB, CAPABILITY = 227, (9, 0)
 
 
@@ -184,23 +186,24 @@ def held_linear_kernel(
 
 
 def held_rule(of: Operand, tokens: int) -> Held | None:
-    """As measured on an H200, for weights that give each processor about one program; None for others."""
-    BO, warps = (64, 4) if tokens <= 32 else (128, 8)
+    """As measured on an H200, for weights whose programs all fit there at once; None for others."""
+    BO, warps = (64, 4) if tokens <= 16 else (128, 8)
     BT = min(64, max(16, triton.next_power_of_2(tokens)))
     rows, columns = of.layout[2:4]
-    if rows % BO or columns % STEP.value:
+    if rows % BO or columns % STEP.value or columns < FEWEST_COLUMNS:
         return None
     steps, most = columns // STEP.value, 512 // BO  # 128 KiB of the weight at most
     for n in (8, 4, 2, 1):
-        if n <= most and steps % n == 0 and rows // BO * (steps // n) >= 96:
+        programs, room = rows // BO * (steps // n), SHARED_KIB * 1024 // (n * STEP.value * (BO + BT) * 2 + 1024)
+        if n <= most and steps % n == 0 and FEWEST_PROGRAMS <= programs <= PROCESSORS * room:
             return Held(BO, n * STEP.value, BT, warps)
     return None
 
 
 def held_config(of: Operand, x_TK: torch.Tensor) -> Held | None:
     """How this weight is to be multiplied with x by this kernel, if it is to be."""
-    tokens = x_TK.shape[0]
-    return held_rule(of, tokens) if 2 <= tokens <= MOST_TOKENS.get(of.kind, 0) and possible(of, x_TK) else None
+    tokens, (fewest, most) = x_TK.shape[0], TOKENS.get(of.kind, (1, 0))
+    return held_rule(of, tokens) if fewest <= tokens <= most and possible(of, x_TK) else None
 
 
 def possible(of: Operand, x_TK: torch.Tensor) -> bool:
@@ -233,12 +236,12 @@ def held_linear(x_TK: torch.Tensor, of: Operand, config: Held, pdl: bool) -> tor
 
 def compile_cases() -> Iterator[CompileCase]:
     """The output projections of 35B-A3B."""
-    for kind in ("bf16", "fp8_block", "nvfp4"):
+    kinds = ("bf16", 4), ("bf16", 64), ("fp8_block", 64), ("fp8_block", 128), ("nvfp4", 4), ("nvfp4", 128)
+    for kind, tokens in kinds:
         found = case(2048, 4096, kind, True)
         types = found.types | {"x": "*bf16", "out": "*fp32"} | ({} if kind == "bf16" else {"value": "*i32"})
-        for tokens in (4, 64, 128):
-            config = held_rule(found.of, tokens)
-            assert config is not None
-            constexprs = held_constants(found.of, tokens, config) | {"PDL": True}
-            signed = signature(held_linear_kernel, constexprs, types)
-            yield CompileCase(held_linear_kernel, signed, constexprs, config.warps, 1, SHARED_KIB * 1024)
+        config = held_rule(found.of, tokens)
+        assert config is not None
+        constexprs = held_constants(found.of, tokens, config) | {"PDL": True}
+        signed = signature(held_linear_kernel, constexprs, types)
+        yield CompileCase(held_linear_kernel, signed, constexprs, config.warps, 1, SHARED_KIB * 1024)
