@@ -16,16 +16,15 @@ from triton.experimental.gluon import language as gl
 from shardwise.kernels import tuning
 from shardwise.kernels.linear.fragments import (
     fits,
-    fragment_all,
     fragment_bank,
     fragment_coarse,
     fragment_first,
     fragment_products,
-    fragment_sum,
     steps_of,
 )
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, PLAIN, ROWS, Operand, Target
+from shardwise.kernels.linear.whole import fragment_all, fragment_sum
 from shardwise.kernels.overlap import after_previous, let_next_come
 
 AHEAD_ROWS, AHEAD_STEPS = 4096, 4  # of a weight whose steps are all on their way before the kernel waits
