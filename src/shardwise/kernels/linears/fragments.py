@@ -4,7 +4,7 @@ Legend: T tokens, M rows of a program, K columns.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
