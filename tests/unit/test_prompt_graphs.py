@@ -7,23 +7,15 @@ import torch
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine.build import Rank, build_rank
 from shardwise.engine.plan import Chunk, Span
-from shardwise.engine.prompt_graphs import TOKENS, Shape, fill, graph_tokens, shape_of, step_inputs
+from shardwise.engine.prompt_graphs import TOKENS, fill, graph_tokens, size_of, step_inputs
 from shardwise.parallel.comm import Alone
 from tests.golden.eval import miniature
 
-MOST = Shape(0, 0, 256, 512)
 STEPS = (
-    [Chunk(1, 0, 30, list(range(5, 35)), [1, 2], True)],
-    [
-        Chunk(1, 30, 1, [], [], True),
-        Chunk(2, 0, 70, list(range(100, 170)), [3, 4]),
-        Chunk(3, 0, 9, list(range(9)), [5], check=True),
-    ],
-    [
-        Chunk(1, 31, 1, [], [], True),
-        Chunk(2, 70, 50, list(range(40, 90)), [], True),
-        Chunk(3, 9, 14, list(range(14)), [], True),
-    ],
+    Chunk(1, 0, 30, list(range(5, 35)), [1, 2], True),
+    Chunk(2, 0, 70, list(range(100, 170)), [3, 4]),
+    Chunk(2, 70, 50, list(range(40, 90)), [], check=True),
+    Chunk(1, 30, 14, list(range(14)), [], True),
 )
 
 
@@ -37,17 +29,14 @@ def rank() -> Rank:
 
 def padded(rank: Rank, chunks: list[Chunk]) -> torch.Tensor:
     """As the runner's forward, in the way of a graph."""
-    runner, several = rank.runner, len(chunks) > 1
-    shape = Shape(16, 8, 128, 512) if several else shape_of(chunks, MOST)
-    assert shape is not None
-    for chunk in chunks:
-        runner.tables.update(chunk)
-    tokens_T, positions_T, seqs, rows_L = step_inputs(
-        shape, *(torch.from_numpy(part) for part in fill(shape, chunks, runner.tables))
-    )
-    assert len(tokens_T) == shape.decodes + shape.tokens == int(seqs.starts_S1[-1])
-    logits_LV = runner.model(tokens_T, positions_T, seqs, runner.caches, rows_L, last_tokens_R=runner.last_tokens)
-    return logits_LV[: sum(1 for chunk in chunks if chunk.sample or chunk.check)]
+    runner, (chunk,) = rank.runner, chunks
+    runner.tables.update(chunk)
+    tokens = size_of(chunks, 256)
+    wide, narrow = (torch.from_numpy(part) for part in fill(tokens, chunk, runner.tables))
+    tokens_T, positions_T, seqs, row_1 = step_inputs(tokens, wide, narrow, runner.tables.page_tokens)
+    assert len(tokens_T) == tokens == int(seqs.starts_S1[-1]) > chunk.count
+    logits_1V = runner.model(tokens_T, positions_T, seqs, runner.caches, row_1, last_tokens_R=runner.last_tokens)
+    return logits_1V[: int(chunk.sample or chunk.check)]
 
 
 @torch.inference_mode()
@@ -59,22 +48,17 @@ def test_padded_steps_give_the_same(rank: Rank) -> None:
         for tensor in tensors:
             tensor.fill_(7.0)
         rank.runner.tables.pages[:] = 0
-        found = []
-        for chunks in STEPS:
-            found.append(way(chunks).clone())
-            count = sum(1 for chunk in chunks if chunk.sample)
-            rank.runner.commit([chunk.row for chunk in chunks if chunk.sample], found[-1][:count].argmax(-1))
+        found = [way([chunk]).clone() for chunk in STEPS]
         outputs.append(found + [tensor[1:].clone() for tensor in tensors])
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-def test_shapes() -> None:
+def test_sizes() -> None:
     """The smallest that holds a step; none for what graphs do not do."""
     prompt = Chunk(1, 0, 65, list(range(65)))
-    long = Shape(0, 0, 2048, 1 << 18)
-    assert shape_of([prompt], long) == Shape(0, 1, 128, 1 << 18)
-    assert shape_of([Chunk(1, 9, 500, list(range(500)))], long) == Shape(0, 1, 512, 1 << 18)
+    assert size_of([prompt], 2048) == 128
+    assert size_of([Chunk(1, 9, 500, list(range(500)))], 2048) == 512
     refused = [
         [Chunk(2, 9, 1), prompt],
         [prompt, prompt],
@@ -84,16 +68,14 @@ def test_shapes() -> None:
         [Chunk(1, 0, 65, axes=bytes(780))],
         [Chunk(1, 0, 65, spans=[Span(b"", 0, 0, 4)])],
     ]
-    assert [shape_of(chunks, long) for chunks in refused] == [None] * len(refused)
+    assert [size_of(chunks, 2048) for chunks in refused] == [0] * len(refused)
     assert [graph_tokens(tokens) for tokens in (100, 1024, 8192, 1 << 20)] == [0, 256, 2048, TOKENS[-1]]
 
 
 def test_a_graph_made_ahead_reads_nothing_of_a_request(rank: Rank) -> None:
-    """Without chunks, all tokens are one chunk of row 0 in page 0."""
-    shape = Shape(16, 1, 64, 512)
-    wide, narrow = fill(shape, [], rank.runner.tables)
+    """Without a chunk, all tokens are one chunk of row 0 in page 0."""
+    wide, narrow = fill(64, None, rank.runner.tables)
     assert not wide.any()
-    starts, rest = narrow[: shape.sequences + 1], narrow[shape.sequences + 1 :]
-    assert not rest.any()
-    assert list(starts) == [*range(17), 80, 80]
-    assert starts.dtype == np.int32
+    assert list(narrow[:3]) == [0, 0, 64]
+    assert not narrow[3:].any()
+    assert narrow.dtype == np.int32

@@ -220,9 +220,8 @@ class Runner:
         graphs = self.graphs if self.graphs and len(chunks) <= self.graphs.sizes[-1] else None
         if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
             return graphs.run(chunks)
-        shape = self.prompt_graphs.shape_of(chunks) if self.prompt_graphs else None
-        if self.prompt_graphs and shape:
-            return self.prompt_graphs.run(shape, chunks)
+        if self.prompt_graphs and (tokens := self.prompt_graphs.size_of(chunks)):
+            return self.prompt_graphs.run(tokens, chunks[0])
         batch = build_batch(chunks, self.tables, self.ctx.device)
         features_FH = self.features.of(chunks) if self.features is not None else None
         return self.model(
