@@ -117,10 +117,12 @@ def open_mail(base: TorchCommunicator, device: torch.device, overlap: bool = Fal
     handle = symmetric.rendezvous(inbox, base.data.group_name)
     inbox.fill_(EMPTY_WORD)
     peers = range(base.world)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = base.minimum(min(PROGRAMS, processors))
     return Mail(
         rank=base.rank,
         inboxes=tuple(inbox if peer == base.rank else handle.get_buffer(peer, [words], torch.int32) for peer in peers),
-        state=torch.zeros((PROGRAMS, 2), dtype=torch.int32, device=device),
+        state=torch.zeros((programs, 2), dtype=torch.int32, device=device),
         trouble=torch.zeros(1, dtype=torch.int32, pin_memory=True),
         capacity=capacity,
         pdl=overlap and can_overlap(device),

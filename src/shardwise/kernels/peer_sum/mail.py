@@ -9,7 +9,7 @@ from shardwise.kernels.overlap import launch
 
 SLOTS = 3
 MOST_RANKS = 8
-PROGRAMS = 64  # of every launch, busy or not: each counts messages by itself, so none may be left out
+PROGRAMS = 132  # of a launch at most, and no more than processors; all, busy or not: each counts messages by itself
 BLOCK = 1024  # words; what is cleared, and what a program sends at a time
 PATIENCE = 1 << 28  # looks, of half a microsecond and more, after which a word that has not come is NaN: minutes
 EMPTY_WORD = -(1 << 31)
@@ -19,7 +19,7 @@ EMPTY_WORD = -(1 << 31)
 class Mail:
     """What one rank needs to send and receive: its inbox [SLOTS, W, capacity] int32, those of all (its own at `rank`).
 
-    state: int32 [PROGRAMS, 2], local: the next slot, and the blocks of the last message. trouble: int32 [1], perhaps of
+    state: int32 [G, 2], local, of G programs: the next slot, and the blocks of the last message. trouble: int32 [1], perhaps of
     the host: not 0 once a kernel has given up waiting, after which this rank is out of step. Inboxes are EMPTY_WORD
     throughout, and states zero, before any rank launches the first kernel.
     """
