@@ -24,10 +24,8 @@ from shardwise.kernels.linear.fragments import (
 )
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP4_WORDS, PLAIN, ROWS, Operand, Target
-from shardwise.kernels.linear.whole import fragment_all, fragment_sum
 from shardwise.kernels.overlap import after_previous, let_next_come
 
-AHEAD_ROWS, AHEAD_STEPS = 4096, 4  # of a weight whose steps are all on their way before the kernel waits
 PARTS = 3  # weights of one launch at most
 EARLY_TOKENS = gl.constexpr(8)  # beyond, a convolution's states are read before the kernel waits
 FEW_ROWS, FEW_ROWS_TOKENS = 512, (3, 128)  # a plain weight of so few rows is read so for these tokens, if not joined
@@ -78,7 +76,7 @@ def _convolved(y_MT, ok_MT, state, carried, TAPS: gl.constexpr):
 def _part(
     x, value, fine, coarse, out, program, tokens, conv, state, context, rows, W: gl.constexpr, BM: gl.constexpr,
     BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, TAPS: gl.constexpr, WARPS: gl.constexpr,
-    SPLITS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows of one weight, for BT tokens."""
     SUM: gl.constexpr = sum_layout(WARPS, SPLITS)
@@ -88,23 +86,16 @@ def _part(
     t_T = t0 + gl.arange(0, BT, layout=gl.SliceLayout(0, SUM))
     ok_MT = gl.expand_dims(t_T < tokens, 0) & gl.expand_dims(o_M < W[ROWS], 1)
     value, fine = fragment_bank(value, fine, program * 0, W)
-    if AHEAD:
-        held = fragment_all(value, fine, o0, W[ROWS], W, BM, BK, RUN, WARPS, SPLITS)
-    else:
-        held = fragment_first(value, fine, o0, W[ROWS], 0, W, BM, BK, RUN, WARPS, SPLITS)
+    held = fragment_first(value, fine, o0, W[ROWS], 0, W, BM, BK, RUN, WARPS, SPLITS)
     scale_M = fragment_coarse(coarse, program * 0, o_M, o_M < W[ROWS], W)
     if TAPS and BT > EARLY_TOKENS:
         carried = _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
     after_previous(PDL)
     let_next_come(PDL)
-    x_at_T = gl.minimum(at_T, tokens - 1) * W[COLUMNS]
-    if AHEAD:
-        y_MT = fragment_sum(x, x_at_T, at_T < tokens, held, W, BM, BT, BK, RUN, WARPS, SPLITS)
-    else:
-        y_MT, _, _ = fragment_products(
-            x, x_at_T, at_T < tokens, value, fine, held, o0, False, W[ROWS], 0, W, BM, BT, BK, RUN, WARPS, SPLITS,
-            False, 1,
-        )  # fmt: skip
+    y_MT, _, _ = fragment_products(
+        x, gl.minimum(at_T, tokens - 1) * W[COLUMNS], at_T < tokens, value, fine, held, o0, False, W[ROWS], 0, W, BM,
+        BT, BK, RUN, WARPS, SPLITS, False, 1,
+    )  # fmt: skip
     y_MT = y_MT * gl.expand_dims(scale_M, 1)
     if TAPS and BT <= EARLY_TOKENS:
         carried = _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
@@ -120,7 +111,7 @@ def fragment_linears_kernel(
     coarse2, out2, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BT: gl.constexpr, M0: gl.constexpr,
     K0: gl.constexpr, RUN0: gl.constexpr, M1: gl.constexpr, K1: gl.constexpr, RUN1: gl.constexpr, M2: gl.constexpr,
     K2: gl.constexpr, RUN2: gl.constexpr, TAPS: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """M rows of one of up to three weights (M1, M2: 0 without), for BT tokens."""
     let_next_come(PDL)
@@ -129,15 +120,15 @@ def fragment_linears_kernel(
     N1: gl.constexpr = (W1[ROWS] + M1 - 1) // M1 if M1 > 0 else 0
     if program < N0:
         _part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, M0, BT, K0, RUN0, TAPS,
-              WARPS, SPLITS, AHEAD, PDL)  # fmt: skip
+              WARPS, SPLITS, PDL)  # fmt: skip
     if M1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
             _part(x, value1, fine1, coarse1, out1, program - N0, tokens, conv, state, context, rows, W1, M1, BT, K1,
-                  RUN1, 0, WARPS, SPLITS, AHEAD, PDL)  # fmt: skip
+                  RUN1, 0, WARPS, SPLITS, PDL)  # fmt: skip
     if M2 > 0:  # noqa: SIM102
         if program >= N0 + N1:
             _part(x, value2, fine2, coarse2, out2, program - N0 - N1, tokens, conv, state, context, rows, W2, M2, BT,
-                  K2, RUN2, 0, WARPS, SPLITS, AHEAD, PDL)  # fmt: skip
+                  K2, RUN2, 0, WARPS, SPLITS, PDL)  # fmt: skip
 
 
 def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target) -> Split | None:
@@ -181,6 +172,4 @@ def split_constants(operands: Sequence[Operand], taps: int, config: Split) -> di
             step *= 4  # few programs: the more is under way at once, the better
         found |= {f"W{n}": of.layout, f"M{n}": config.BM if n < len(operands) else 0}
         found |= {f"K{n}": step, f"RUN{n}": run}
-    _, _, rows, columns = operands[0].layout[:4]
-    few = len(operands) == 1 and rows < AHEAD_ROWS and columns <= AHEAD_STEPS * config.splits * found["K0"]
-    return found | {"AHEAD": few}
+    return found

@@ -19,9 +19,9 @@ EMPTY_WORD = -(1 << 31)
 class Mail:
     """What one rank needs to send and receive: its inbox [SLOTS, W, capacity] int32, those of all (its own at `rank`).
 
-    state: int32 [G, 2], local, of G programs: the next slot, and the blocks of the last message. trouble: int32 [1], perhaps of
-    the host: not 0 once a kernel has given up waiting, after which this rank is out of step. Inboxes are EMPTY_WORD
-    throughout, and states zero, before any rank launches the first kernel.
+    state: int32 [G, 2], local, of G programs: the next slot, and the blocks of the last message. trouble: int32 [1],
+    perhaps of the host: not 0 once a kernel has given up waiting, after which this rank is out of step. Inboxes are
+    EMPTY_WORD throughout, and states zero, before any rank launches the first kernel.
     """
 
     rank: int
