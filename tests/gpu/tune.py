@@ -46,6 +46,7 @@ BLOCKS: list[Choice] = [  # BO, BK, warps, stages of experts
 TILES: list[Choice] = [  # BO, BK, warps, stages of linears
     (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3), (16, 512, 4, 3), (32, 128, 4, 6),
 ]  # fmt: skip
+WIDE_TILES: list[Choice] = [(32, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)]  # 64 tokens and more
 MANY: list[Choice] = [  # tokens of a tile; BO, BK, warps, stages of gates and ups, and of down
     (128, 128, 64, 8, 4, 128, 64, 8, 4), (128, 256, 64, 8, 3, 256, 64, 8, 3), (64, 128, 64, 4, 4, 128, 64, 4, 4),
     (128, 128, 64, 4, 3, 128, 64, 4, 3), (64, 128, 128, 4, 3, 128, 128, 4, 3), (128, 128, 128, 8, 2, 128, 128, 8, 2),
@@ -130,7 +131,8 @@ def parts_of(op: str, form: str, tokens: int, ranks: int) -> list[Part]:
         rows = (1, 2, 4) if op == "route" else (1, 2, 4, 8) if op in ("out", "head") else (4, 8, 16)
         return [Part(what, shapes, streams(shapes[0][2], form, rows))]
     width = 16 if tokens <= 16 else 64
-    tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else TILES[1:4])]
+    tiles = [(linears.BY_TILES, BO, width, *rest) for BO, *rest in (TILES if tokens <= 16 else WIDE_TILES)]
+    tiles += [(linears.BY_TILES, 128, 128, 128, 8, 3)] if tokens > 64 else []
     joint = shapes if op != "delta in" else (*shapes, ("bf16", 64 // ranks, 2048))
     columns = 8 if tokens <= 8 else 16
     splits = [Part("split", joint, [(M, columns, *rest) for M, *rest in SPLITS], joint=True)] if tokens <= 16 else []

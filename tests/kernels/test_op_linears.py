@@ -129,3 +129,24 @@ def test_without_a_norm(tokens, device, monkeypatch):
     expected = reference.linears(x, weights, [None, None])
     for a, b in zip(fast.linears(x, weights, [None, None], pdl=True), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [[9, 11], [20]])
+@pytest.mark.usefixtures("poison")
+def test_many_tokens_are_joined_if_measured_with_the_convolution_behind(queries, device, monkeypatch):
+    """Whatever the sequences are: the convolution is a launch of its own."""
+    weights = [make_weight((n, 208), "fp8_block" if n > 6 else "fp16", n, str(device)) for n in (46, 21, 6)]
+    monkeypatch.setattr(
+        fast.tuning, "choice", lambda _, what, *__: [1, 32, 32, 128, 4, 2] if what == "linears" else None
+    )
+    joined, tile = [], fast._tile
+    monkeypatch.setattr(fast, "_tile", lambda *given: joined.append(given[3]) or tile(*given))
+    x, dtypes = randn(20, 208).half().to(device), [torch.float16, torch.float16, torch.float32]
+    convs = [conv_of(20, 46, queries, device) for _ in range(2)]
+    convs = [Conv(conv.weight_CW.half(), conv.state_RCW1.half(), conv.seqs) for conv in convs]
+    got, expected = fast.linears(x, weights, dtypes, convs[0]), reference.linears(x, weights, dtypes, convs[1])
+    assert joined == [None]
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(convs[0].state_RCW1, convs[1].state_RCW1, rtol=2e-3, atol=2e-3, equal_nan=True)

@@ -32,7 +32,7 @@ from shardwise.kernels.overlap import launch
 PARTS = 3  # weights of one launch at most
 STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any other: single products
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
-TILE_TOKENS = 16  # beyond, the products are large enough to be launched one by one
+TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 
@@ -90,7 +90,11 @@ def linears(
     joined = _joined(x_TH, weights, dtypes, conv, target, pdl)
     if joined is not None:
         return joined
-    outputs = [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in zip(weights, dtypes, strict=True)]
+    outputs = None
+    if conv is not None and x_TH.shape[0] > TILE_TOKENS:
+        outputs = _joined(x_TH, weights, dtypes, None, target, pdl)
+    if outputs is None:
+        outputs = [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in zip(weights, dtypes, strict=True)]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs
@@ -128,7 +132,7 @@ def _joined(
     target: Target,
     pdl: bool,
 ) -> list[torch.Tensor] | None:
-    """All in one launch, where one of our kernels is to do it."""
+    """All in one launch, where one of our kernels is to do it; tiles of many tokens without a convolution only."""
     tokens = x_TH.shape[0]
     if not _joinable(weights, conv, tokens):
         return None
@@ -138,7 +142,7 @@ def _joined(
     split = fragments.split_config(operands, x_TH, target)
     if split is not None:
         return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
-    found = _choice(x_TH, weights, target)
+    found = _choice(x_TH, weights, target) if conv is None or tokens <= TILE_TOKENS else None
     return None if found is None else _tile(x_TH.contiguous(), weights, dtypes, conv, target, found, pdl)
 
 
@@ -302,7 +306,7 @@ def _measured_cases(cases: Sequence[Case], taps: int, gpu: str, kib: int) -> Ite
         found = tuning.choice(gpu, "linears", [of.layout for of in operands], tokens)
         if found and found[0] == BY_TILES:
             config = Tile(*found[1:])
-            constexprs = tile_constants(operands, taps, config) | {"PDL": False}
+            constexprs = tile_constants(operands, taps if tokens <= TILE_TOKENS else 0, config) | {"PDL": False}
             yield _case(tile_linears_kernel, cases, constexprs, config[-2:], kib * 1024)
 
 
