@@ -44,12 +44,13 @@ from shardwise.kernels.linear.tiles import (
 )
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
-# Triton 3.6 and 3.9 know it by different names.
+# Triton 3.6 and 3.9 know them by different names.
+all_wait = getattr(gl, "barrier", None) or gl.thread_barrier
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 STEP = gl.constexpr(128)  # columns of a product
-TOKENS = {0: (2, 64), 1: (17, 128), 3: (2, 128)}  # by kind: beyond, libraries, tiles and fragments are faster
+MOST_TOKENS = {0: 128, 1: 192, 3: 192}  # by kind: of more nothing was measured, or libraries are faster
 PROCESSORS, FEWEST_PROGRAMS = 132, 96  # of Hopper's cards, and how many of them are to have work
-FEWEST_COLUMNS = 4096  # of fewer nothing was measured
+FEWEST_COLUMNS = 2048  # of fewer nothing was measured
 SHARED_KIB, CAPABILITY = 227, (9, 0)
 
 
@@ -122,6 +123,15 @@ def _fill(w_s, value, fine, o0, k0, W: gl.constexpr, BO: gl.constexpr, N: gl.con
         fence_async_shared()
 
 
+@gluon.jit
+def _refill(x_s, pointers, go):
+    """The next turn's step to where all threads' products have read this one's."""
+    all_wait()
+    if go:
+        copy_to_shared(x_s, pointers)
+    async_copy.commit_group()
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def held_linear_kernel(
     x, value, fine, coarse, out, tokens, W: gl.constexpr, BO: gl.constexpr, PART: gl.constexpr, BT: gl.constexpr,
@@ -162,24 +172,32 @@ def held_linear_kernel(
     t_T = gl.arange(0, BT, layout=gl.SliceLayout(0, PRODUCT))
     for t0 in range(0, tokens if TURNS else 1, BT):
         acc = gl.zeros((BO, BT), gl.float32, layout=PRODUCT)
+        last = acc
         if TURNS:
             at = gl.expand_dims(gl.minimum(t0 + BT + at_T, tokens - 1) * K, 1) + gl.expand_dims(at_K, 0)
         for c in gl.static_range(N):
             if TURNS:
-                async_copy.wait_group(N - 1)
+                async_copy.wait_group(N - 1 if c == 0 else N - 2)
                 fence_async_shared()
             right = x_s.index(c).permute((1, 0))
             if SCALED:
                 zeros = gl.zeros((BO, BT), gl.float32, layout=PRODUCT)
-                acc += warpgroup_mma(w_s.index(c), right, zeros) * gl.expand_dims(scales[c], 1)
+                product = warpgroup_mma(w_s.index(c), right, zeros, use_acc=False, is_async=True)
+                if c > 0:
+                    acc += warpgroup_mma_wait(1, deps=[last]) * gl.expand_dims(scales[c - 1], 1)
+                last = product
             else:
-                acc = warpgroup_mma(w_s.index(c), right, acc, is_async=not TURNS)
-            if TURNS:
-                if t0 + BT < tokens:
-                    copy_to_shared(x_s.index(c), x + (at + c * STEP))
-                async_copy.commit_group()
-        if not TURNS and not SCALED:
+                acc = warpgroup_mma(w_s.index(c), right, acc, is_async=True)
+                if TURNS and c > 0:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+            if TURNS and c > 0:
+                _refill(x_s.index(c - 1), x + (at + (c - 1) * STEP), t0 + BT < tokens)
+        if SCALED:
+            acc += warpgroup_mma_wait(0, deps=[last]) * gl.expand_dims(scales[N - 1], 1)
+        else:
             acc = warpgroup_mma_wait(0, deps=[acc])
+        if TURNS:
+            _refill(x_s.index(N - 1), x + (at + (N - 1) * STEP), t0 + BT < tokens)
         y_MT = acc * gl.expand_dims(factor_M, 1)
         to = gl.expand_dims((part * tokens + t0 + t_T) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
         gl.store(out + to, y_MT, mask=gl.expand_dims(t0 + t_T < tokens, 0))
@@ -187,7 +205,7 @@ def held_linear_kernel(
 
 def held_rule(of: Operand, tokens: int) -> Held | None:
     """As measured on an H200, for weights whose programs all fit there at once; None for others."""
-    BO, warps = (64, 4) if tokens <= 16 else (128, 8)
+    BO, warps = (64, 4) if tokens <= 32 else (128, 8)
     BT = min(64, max(16, triton.next_power_of_2(tokens)))
     rows, columns = of.layout[2:4]
     if rows % BO or columns % STEP.value or columns < FEWEST_COLUMNS:
@@ -202,8 +220,8 @@ def held_rule(of: Operand, tokens: int) -> Held | None:
 
 def held_config(of: Operand, x_TK: torch.Tensor) -> Held | None:
     """How this weight is to be multiplied with x by this kernel, if it is to be."""
-    tokens, (fewest, most) = x_TK.shape[0], TOKENS.get(of.kind, (1, 0))
-    return held_rule(of, tokens) if fewest <= tokens <= most and possible(of, x_TK) else None
+    tokens = x_TK.shape[0]
+    return held_rule(of, tokens) if 2 <= tokens <= MOST_TOKENS.get(of.kind, 0) and possible(of, x_TK) else None
 
 
 def possible(of: Operand, x_TK: torch.Tensor) -> bool:
