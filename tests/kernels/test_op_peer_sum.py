@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def expected(n: int, what: str, shape: tuple[int, ...], world: int) -> tuple[tor
             reference.peer_sum(parts), given_to(9, n, shape), given_to(8, n, shape[-1:]), EPS, [router], 3
         )
     if what == "parts":
-        parts = [sum(parts_of(rank, n, shape)) for rank in range(world)]
+        parts = [reduce(torch.add, parts_of(rank, n, shape)) for rank in range(world)]
     return reference.peer_norm(parts, given_to(9, n, shape), given_to(8, n, shape[-1:]).bfloat16(), EPS)
 
 

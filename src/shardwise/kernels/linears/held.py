@@ -254,8 +254,8 @@ def held_linear(x_TK: torch.Tensor, of: Operand, config: Held, pdl: bool) -> tor
 
 def compile_cases() -> Iterator[CompileCase]:
     """The output projections of 35B-A3B."""
-    kinds = ("bf16", 4), ("bf16", 64), ("fp8_block", 64), ("fp8_block", 128), ("nvfp4", 4), ("nvfp4", 128)
-    for kind, tokens in kinds:
+    fp8 = [("fp8_block", tokens) for tokens in (4, 64, 128)]
+    for kind, tokens in (*fp8, ("bf16", 4), ("bf16", 128), ("nvfp4", 4), ("nvfp4", 128)):
         found = case(2048, 4096, kind, True)
         types = found.types | {"x": "*bf16", "out": "*fp32"} | ({} if kind == "bf16" else {"value": "*i32"})
         config = held_rule(found.of, tokens)
