@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.conv.reference import causal_conv
-from shardwise.kernels.linear.fragments import fits
+from shardwise.kernels.linear.fragments import Fragments, fits, steps_of
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.triton import arranged
 from shardwise.kernels.linears import fragments as splits
@@ -101,8 +101,9 @@ def check_router(rows: int, columns: int, tokens: int) -> None:
     judge(f"router {rows} x {columns} T={tokens}", got, want)
 
 
-def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int) -> None:
-    hidden, top_k = 256, 8
+def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int, hidden: int = 256) -> None:
+    """hidden: beyond 256, by configurations of two steps at a time, of which gates and ups take two or more."""
+    top_k = 8
     up = make_weight((experts, 2 * width, hidden), form, 0, DEVICE)
     down = make_weight((experts, hidden, width), form, 1, DEVICE)
     shared_up = make_weight((2 * width, hidden), shared_form, 2, DEVICE)
@@ -116,12 +117,19 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         found.append({"what": f"{form} {width}", "error": 0.0, "right": True, "left_out": True})
         return
     want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
+    step, run = steps_of(of[0])
+    up_config, down_config = Fragments(32, step, run, 4, 2, 1, 2), Fragments(64, *steps_of(of[1]), 4, 1, 1, 2)
+    configs = (8, up_config, down_config) if hidden > 256 else None
     for order in ("as stored", "moved"):
         if order == "moved":
             of[:2] = (operand(arranged(weight), True) for weight in (up, down))
         poison()
-        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
-        judge(f"experts {form} {order}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
+        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False, configs), ids_Tk, shares_Tk, gate_T1, False)
+        judge(
+            f"experts {form} {order}, {shared_form} shared, {width} wide, {hidden}, {experts} of them, T={tokens}",
+            got,
+            want,
+        )
 
 
 def main() -> int:
@@ -143,6 +151,8 @@ def main() -> int:
             for width in (512, 176, 64):
                 for tokens in (1, 2, 8, 9, 33, 130, 300):
                     check_experts(form, shared_form, width, 20 if tokens < 100 else 37, tokens)
+            for tokens, hidden in ((1, 1024), (5, 2048), (9, 1024), (16, 2048)):
+                check_experts(form, shared_form, 512, 20, tokens, hidden)
     wrong = [each for each in found if not each["right"]]
     out = Path(os.environ.get("OUT", "results"))
     out.mkdir(parents=True, exist_ok=True)

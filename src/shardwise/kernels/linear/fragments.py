@@ -53,7 +53,7 @@ VALUES = {0: 2, 1: 4, 3: 8, 4: 8}  # of a word, by kind
 class Fragments(NamedTuple):
     """A configuration: rows (of each of two products, if there are two) and values of `in` of a step, consecutive words
     that a thread reads, warps, and into how many parts these part `in`; those of one part share the rows. tiles: of so
-    many rows that a program makes, one after another."""
+    many rows that a program makes, one after another. ahead: steps on their way at a time, see ahead.py."""
 
     BM: int
     BK: int
@@ -61,6 +61,7 @@ class Fragments(NamedTuple):
     warps: int
     splits: int = 1
     tiles: int = 1
+    ahead: int = 1
 
 
 @gluon.jit
