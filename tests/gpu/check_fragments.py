@@ -26,6 +26,7 @@ from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import fragments as tiles
 from shardwise.kernels.moe_block import reference as block
+from shardwise.kernels.moe_block import triton as fast
 from shardwise.kernels.moe_block.combine import combine
 from tests.kernels.sequences import make_sequences
 from tests.kernels.weights import make_weight
@@ -99,6 +100,8 @@ def check_router(rows: int, columns: int, tokens: int) -> None:
     poison()
     (got,) = triton.linears(x_TH.bfloat16(), [weight], [torch.float32])
     judge(f"router {rows} x {columns} T={tokens}", got, want)
+    (_, got) = triton.linears(x_TH.bfloat16(), [make_weight((640, columns), "bf16", 1, DEVICE), weight], [None, None])
+    judge(f"beside another weight {rows} x {columns} T={tokens}", got, want)
 
 
 def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int, hidden: int = 256) -> None:
@@ -132,6 +135,25 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         )
 
 
+def check_sorted(width: int, experts: int, tokens: int) -> None:
+    """Plain banks, whose pairs are sorted for tiles in shared memory; with the norm, overlapping and not."""
+    hidden, top_k = 1024, 8
+    shapes = (experts, 2 * width, hidden), (experts, hidden, width), (2 * width, hidden), (hidden, width)
+    up, down, shared_up, shared_down = (make_weight(shape, "bf16", n, DEVICE) for n, shape in enumerate(shapes))
+    x_TH = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    gate_T1, logits_TE = torch.randn(tokens, 1, device=DEVICE), torch.randn(tokens, experts, device=DEVICE)
+    logits_TE[:, 1] += 2
+    shares_Tk, ids_Tk = route(logits_TE, top_k)
+    banks = up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1
+    then = block.Then(torch.randn(tokens, hidden, device=DEVICE), torch.randn(hidden, device=DEVICE), 1e-6)
+    want, total = block.moe_shared(x_TH.float(), *banks, then)
+    for pdl in (False, True):
+        poison()
+        got, summed = fast.moe_shared(x_TH, *banks, then, pdl=pdl)
+        judge(f"sorted {width} wide, {experts} of them, T={tokens} pdl={pdl}", summed, total)
+        judge(f"its norm {width} wide, {experts} of them, T={tokens} pdl={pdl}", got, want)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="*", default=FORMATS, help="one process each compiles side by side")
@@ -139,6 +161,8 @@ def main() -> int:
     for tokens in (3, 8, 16, 61, 65, 128):
         for rows, columns in ((257, 2048), (65, 1088), (9, 160)):
             check_router(rows, columns, tokens)
+        for width, experts in ((512, 40), (176, 13), (80, 200)) if tokens > 32 else ():
+            check_sorted(width, experts, tokens)
     for form in parser.parse_args().formats:
         for tokens in (1, 2, 7, 8, 9, 16, 31):
             for shapes in ([(96, 512)], [(40, 1536)], [(200, 352)], [(128, 512), (72, 512)]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.kernels.linear import arrange
-from shardwise.kernels.linear.tiles import Target
+from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.kernels.moe_block import Then, reference
 from shardwise.kernels.moe_block import triton as fast
 from tests.kernels.weights import make_weight
@@ -74,6 +74,21 @@ def test_moe_shared(form, tokens, device):
             got = fast.moe_shared(*arguments, target=target)
             assert got.dtype == torch.float32
             assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("form", "tokens", "experts", "top_k"), [("fp32", 33, 41, 1), ("fp8_block_f32", 50, 3, 2)])
+def test_sorted_pairs_and_the_shared_expert_in_the_same_launches(form, tokens, experts, top_k, device):
+    """Experts without a token, and with more tokens than a tile has; no width is a multiple of a tile's."""
+    widths = (experts, 2 * 24, 48), (experts, 48, 24)
+    up, down = (make_weight(shape, form, n, str(device)) for n, shape in enumerate(widths))
+    shared = [make_weight((80, 48), form, 3, str(device))], [make_weight((48, 40), form, 4, str(device))]
+    likings = randn(tokens, experts)
+    likings[:, 1] += 2
+    weights, ids = reference.route(likings.to(device), top_k)
+    assert fast.way_of([operand(bank, True) for bank in (up, down)], torch.float32, tokens) == fast.SORTED
+    arguments = (randn(tokens, 48).to(device), up, down, ids, weights, *shared, randn(tokens, 1).to(device))
+    target = NATIVE if form == "fp32" else SMALL
+    assert relative(fast.moe_shared(*arguments, target=target), reference.moe_shared(*arguments)) < 1e-5
 
 
 @pytest.mark.parametrize(("form", "tokens"), [("fp32", 3), ("fp32", 36), ("nvfp4", 2)])

@@ -36,7 +36,7 @@ def _matches(ids, pair, tokens, TOP_K: tl.constexpr, KP: tl.constexpr, BT: tl.co
 
 
 @triton.jit
-def _gated_tile(
+def gated_tile(
     x, act, value, fine, coarse, expert, x_row_T, act_row_T, ok_T, tile, W: tl.constexpr, BI: tl.constexpr,
     BK: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def matched_gate_up_kernel(
         ask_for_rows(shared_value, tile * 0, o_O, o_O < WS[ROWS], WS, PDL)
         after_previous(PDL)
         let_next_come(PDL)
-        _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, tile * 0, row_T, row_T, t_T < tokens, tile,
+        gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, tile * 0, row_T, row_T, t_T < tokens, tile,
                     WS, BIS, BKS, BT)  # fmt: skip
     else:
         program = tl.program_id(0) - SHARED
@@ -79,12 +79,12 @@ def matched_gate_up_kernel(
         let_next_come(PDL)
         expert, pair_T, mine = _matches(ids, program // TILES, tokens, TOP_K, KP, BT)
         if mine:
-            _gated_tile(x, act, value, fine, coarse, expert, t_T.to(tl.int64), pair_T.to(tl.int64), pair_T >= 0,
+            gated_tile(x, act, value, fine, coarse, expert, t_T.to(tl.int64), pair_T.to(tl.int64), pair_T >= 0,
                         program % TILES, W, BI, BK, BT)  # fmt: skip
 
 
 @triton.jit
-def _down_tile(
+def down_tile(
     act, y, value, fine, coarse, expert, act_row_T, y_row_T, ok_T, tile, W: tl.constexpr, BO: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
@@ -113,18 +113,15 @@ def matched_down_kernel(
         o_O = tile * BOS + tl.arange(0, BOS)
         ask_for_rows(shared_value, tile * 0, o_O, o_O < WS[ROWS], WS, PDL)
         after_previous(PDL)
-        _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, tile * 0, row_T, tokens * TOP_K + row_T,
+        down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, tile * 0, row_T, tokens * TOP_K + row_T,
                    t_T < tokens, tile, WS, BOS, BKS)  # fmt: skip
     else:
         program = tl.program_id(0) - SHARED
         expert, pair_T, mine = _matches(ids, program // TILES, tokens, TOP_K, KP, BT)
+        after_previous(PDL)
         if mine:
-            row_T, o_O = pair_T.to(tl.int64), program % TILES * BO + tl.arange(0, BO)
-            ask_for_rows(value, expert, o_O, o_O < W[ROWS], W, PDL)
-            after_previous(PDL)
-            _down_tile(act, y, value, fine, coarse, expert, row_T, row_T, pair_T >= 0, program % TILES, W, BO, BK)
-        else:
-            after_previous(PDL)
+            row_T = pair_T.to(tl.int64)
+            down_tile(act, y, value, fine, coarse, expert, row_T, row_T, pair_T >= 0, program % TILES, W, BO, BK)
 
 
 class Matched(NamedTuple):

@@ -20,7 +20,7 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
-from shardwise.kernels.moe_block import combine, fragments, matched
+from shardwise.kernels.moe_block import combine, fragments, matched, pairs
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.reference import summed
@@ -31,7 +31,9 @@ MATCHED_TOKENS = 32  # up to so many, a tile has a column for every token; beyon
 CODES_STREAM_TOKENS = 4  # e2m1 is faster in sums of fp32 than in tiles, up to so many in one launch with the shared one
 # By kind of weight: from how many tokens on codes go straight to registers, up to how many.
 FRAGMENT_TOKENS = {1: (2, 160), 3: (3, 512), 4: (3, 512)}
-STREAMED, MATCHED, APART, FRAGMENTS = 0, 1, 2, 3  # ways of a block, as measured choices call them
+# By kind of weight: up to how many sorted pairs and the shared expert go through the same launches.
+SORTED_TOKENS = {0: 512, 1: 512}
+STREAMED, MATCHED, APART, FRAGMENTS, SORTED = 0, 1, 2, 3, 4  # ways of a block, as measured choices call them
 NORM_WIDTH = 16384  # a program normalises a token at a time, in registers
 GATED_ADD_BLOCK = 1024
 
@@ -144,6 +146,8 @@ def _block(
             return fragments.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target.name, pdl)
         if way == STREAMED:
             return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1, target.name, pdl)
+        if way == SORTED:
+            return pairs.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
         return matched.moe(x_TH, *banks_of, ids_Tk, (configs[0], configs[1]), pdl)
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
@@ -170,7 +174,7 @@ def way_of(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: 
     if few <= tokens <= most and all(fits(of, x_dtype) for of in banks_of):
         return FRAGMENTS
     if tokens > MATCHED_TOKENS:
-        return APART
+        return SORTED if tokens <= SORTED_TOKENS.get(kind, 0) else APART
     if kind >= 2:
         return STREAMED if tokens <= CODES_STREAM_TOKENS else APART
     return STREAMED if tokens == 1 else MATCHED
@@ -253,6 +257,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 signed = signature(down_kernel, constexprs, types | down.types | own)
                 yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
+    yield from pairs.compile_cases(native_fp8)
     yield from combine.compile_cases()
     if not native_fp8:
         yield from fragments.compile_cases()
