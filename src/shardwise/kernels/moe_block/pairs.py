@@ -151,7 +151,7 @@ def moe(
     return Outputs(y_MH, shared_TH)
 
 
-def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
+def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     """The banks of real models, with a shared expert in their format."""
     types = dict.fromkeys(("order", "tiles"), "*i32") | dict.fromkeys(("x", "act", "shared_act", "y"), "*bf16")
     types |= {"shared_y": "*fp32"}
