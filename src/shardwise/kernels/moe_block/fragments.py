@@ -44,31 +44,30 @@ FEW_TOKENS = 16  # up to so many, too few programs run for one to hide what anot
 @gluon.jit
 def _first_of(
     ids, tiles, program, most, tokens, MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr,
-    WARPS: gl.constexpr, CACHE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """A program's expert (-1: nothing to do), and what else has to be read to know its tokens, on its way.
 
-    CACHE: ".cg" if it is read before the wait, see down_kernel in stream.py; "" spares the second-level cache requests
-    of all warps for the same line, which it answers one after another.
+    By way of .cg, here and below: `down` reads them before it waits, see down_kernel in stream.py.
     """
     if MATCHED:
         LAID: gl.constexpr = gl.BlockedLayout([1, KP], [32, 1], [WARPS, 1], [1, 0])
         t_T = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, LAID)), 1)
         k_K = gl.expand_dims(gl.arange(0, KP, layout=gl.SliceLayout(0, LAID)), 0)
-        expert = gl.load(ids + program, cache_modifier=CACHE)
+        expert = gl.load(ids + program, cache_modifier=".cg")
         ok_TK = (t_T < tokens) & (k_K < TOP_K)
-        found = expert, gl.load(ids + (t_T * TOP_K + k_K), mask=ok_TK, other=-1, cache_modifier=CACHE), expert
+        found = expert, gl.load(ids + (t_T * TOP_K + k_K), mask=ok_TK, other=-1, cache_modifier=".cg"), expert
     else:
-        expert = gl.load(tiles + program, cache_modifier=CACHE)
-        first = gl.load(tiles + most + program, cache_modifier=CACHE)
-        found = expert, first, gl.load(tiles + 2 * most + program, cache_modifier=CACHE)
+        expert = gl.load(tiles + program, cache_modifier=".cg")
+        first = gl.load(tiles + most + program, cache_modifier=".cg")
+        found = expert, first, gl.load(tiles + 2 * most + program, cache_modifier=".cg")
     return found
 
 
 @gluon.jit
 def _rows(
     first, stop, expert, order, program, tokens, MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr,
-    BT: gl.constexpr, LAYOUT: gl.constexpr, SUM: gl.constexpr, WARPS: gl.constexpr, CACHE: gl.constexpr,
+    BT: gl.constexpr, LAYOUT: gl.constexpr, SUM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Whether a program has anything to do, and for each token of its tile: the row of x, of act and of y, and whether
     there is one, the first two in LAYOUT, and all but the first in that of sums. first, stop: see _first_of. With
@@ -90,8 +89,8 @@ def _rows(
         at_T, s_T = first + gl.arange(0, BT, layout=LAYOUT), first + gl.arange(0, BT, layout=SUM)
         ok_T = at_T < stop
         at_T = gl.minimum(at_T, gl.maximum(stop - 1, 0))
-        x_T = gl.load(order + at_T, cache_modifier=CACHE) // TOP_K
-        y_T = gl.load(order + s_T, mask=s_T < stop, other=0, cache_modifier=CACHE)
+        x_T = gl.load(order + at_T, cache_modifier=".cg") // TOP_K
+        y_T = gl.load(order + s_T, mask=s_T < stop, other=0, cache_modifier=".cg")
         found = expert >= 0, x_T, at_T, ok_T, s_T, y_T, s_T < stop
     return found
 
@@ -159,7 +158,7 @@ def fragment_gate_up_kernel(
         after_previous(PDL)
         let_next_come(PDL)
         place, tile = (program - shared) // PARTS, (program - shared) % PARTS
-        expert, begin, stop = _first_of(ids, tiles, place, most, tokens, MATCHED, TOP_K, KP, BT, WARPS, "")
+        expert, begin, stop = _first_of(ids, tiles, place, most, tokens, MATCHED, TOP_K, KP, BT, WARPS)
         if expert >= 0:
             value, fine = fragment_bank(value, fine, expert, W)
             if AHEAD > 1:
@@ -167,7 +166,7 @@ def fragment_gate_up_kernel(
                                        WARPS, SPLITS, AHEAD)  # fmt: skip
             mine, x_T, _, ok_T, act_T, _, act_ok_T = _rows(
                 begin, stop, expert, order, place, tokens, MATCHED, TOP_K, KP, BT,
-                rows_layout(W, BK, RUN, WARPS, SPLITS, AHEAD), SUM, WARPS, "",
+                rows_layout(W, BK, RUN, WARPS, SPLITS, AHEAD), SUM, WARPS,
             )  # fmt: skip
             if mine:
                 if AHEAD == 1:
@@ -231,7 +230,7 @@ def fragment_down_kernel(
                    RUNS, WARPS, SPLITS, TILESS, AHEADS)  # fmt: skip
     else:
         place, tile = (program - shared) // PARTS, (program - shared) % PARTS
-        expert, begin, stop = _first_of(ids, tiles, place, most, tokens, MATCHED, TOP_K, KP, BT, WARPS, ".cg")
+        expert, begin, stop = _first_of(ids, tiles, place, most, tokens, MATCHED, TOP_K, KP, BT, WARPS)
         if expert >= 0:
             value, fine = fragment_bank(value, fine, expert, W)
             if AHEAD > 1:
@@ -239,7 +238,7 @@ def fragment_down_kernel(
                                        AHEAD)  # fmt: skip
             mine, _, act_T, ok_T, _, y_T, y_ok_T = _rows(
                 begin, stop, expert, order, place, tokens, MATCHED, TOP_K, KP, BT,
-                rows_layout(W, BK, RUN, WARPS, SPLITS, AHEAD), SUM, WARPS, ".cg",
+                rows_layout(W, BK, RUN, WARPS, SPLITS, AHEAD), SUM, WARPS,
             )  # fmt: skip
             if AHEAD == 1:
                 asked = fragment_ahead(value, fine, tile * (BO * TILES), W[ROWS], 0, W, BO, BK, RUN, WARPS, SPLITS,
