@@ -6,7 +6,7 @@ Legend: T tokens, H hidden, E experts, I intermediate, k experts a token, M = T 
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Iterator
 from typing import Any
