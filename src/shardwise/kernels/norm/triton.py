@@ -51,7 +51,7 @@ def norm_kernel(
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     after_previous(PDL)
     value = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
+    for part in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         value += tl.load(x + rows * WIDTH * part + x_at, mask=inside, other=0.0).to(tl.float32)
     if ADD or GATE:
         other_at = (outer_index * other_outer_stride + inner_index * other_inner_stride)[:, None] + column[None, :]
