@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.conv.reference import causal_conv
-from shardwise.kernels.linear.fragments import Fragments, fits, steps_of
+from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.triton import arranged
 from shardwise.kernels.linears import fragments as splits
@@ -80,17 +80,17 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: b
             judge(f"state {form} {shapes} T={tokens} {config}", mine, wanted_state)
 
 
-def check_held(form: str, shape: tuple[int, int], tokens: int) -> None:
+def check_held(shape: tuple[int, int], tokens: int) -> None:
     """Parts of a product, of Hopper's kernel; as the rule has it, where it has this shape."""
-    weight, x_TK = make_weight(shape, form, 0, DEVICE), torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
+    weight, x_TK = make_weight(shape, "bf16", 0, DEVICE), torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
     of, want = operand(weight, True), reference.linear_parts(x_TK.float(), weight)
     if not held.possible(of, x_TK):
-        found.append({"what": f"held {form} {shape}", "error": 0.0, "right": True, "left_out": True})
+        found.append({"what": f"held {shape}", "error": 0.0, "right": True, "left_out": True})
         return
     for config in {held.held_rule(of, tokens) or held.Held(64, 128, 16, 4), held.Held(64, 256, 32, 4)}:
         poison()
         got = held.held_linear(x_TK, of, config, False)
-        judge(f"held {form} {shape} T={tokens} {config}", got.sum(0), want.sum(0))
+        judge(f"held {shape} T={tokens} {config}", got.sum(0), want.sum(0))
 
 
 def check_router(rows: int, columns: int, tokens: int) -> None:
@@ -104,9 +104,8 @@ def check_router(rows: int, columns: int, tokens: int) -> None:
     judge(f"beside another weight {rows} x {columns} T={tokens}", got, want)
 
 
-def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int, hidden: int = 256) -> None:
-    """hidden: beyond 256, by configurations of two steps at a time, of which gates and ups take two or more."""
-    top_k = 8
+def check_experts(form: str, shared_form: str, width: int, experts: int, tokens: int) -> None:
+    hidden, top_k = 256, 8
     up = make_weight((experts, 2 * width, hidden), form, 0, DEVICE)
     down = make_weight((experts, hidden, width), form, 1, DEVICE)
     shared_up = make_weight((2 * width, hidden), shared_form, 2, DEVICE)
@@ -120,19 +119,12 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         found.append({"what": f"{form} {width}", "error": 0.0, "right": True, "left_out": True})
         return
     want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
-    step, run = steps_of(of[0])
-    up_config, down_config = Fragments(32, step, run, 4, 2, 1, 2), Fragments(64, *steps_of(of[1]), 4, 1, 1, 2)
-    configs = (8, up_config, down_config) if hidden > 256 else None
     for order in ("as stored", "moved"):
         if order == "moved":
             of[:2] = (operand(arranged(weight), True) for weight in (up, down))
         poison()
-        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False, configs), ids_Tk, shares_Tk, gate_T1, False)
-        judge(
-            f"experts {form} {order}, {shared_form} shared, {width} wide, {hidden}, {experts} of them, T={tokens}",
-            got,
-            want,
-        )
+        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
+        judge(f"experts {form} {order}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
 
 
 def check_sorted(width: int, experts: int, tokens: int) -> None:
@@ -163,20 +155,17 @@ def main() -> int:
             check_router(rows, columns, tokens)
         for width, experts in ((512, 40), (176, 13), (80, 200)) if tokens > 32 else ():
             check_sorted(width, experts, tokens)
+    for tokens in (2, 16, 31, 64, 130):
+        for shape in ((2048, 4096), (192, 1536), (128, 256), (100, 512)):
+            check_held(shape, tokens)
     for form in parser.parse_args().formats:
         for tokens in (1, 2, 7, 8, 9, 16, 31):
             for shapes in ([(96, 512)], [(40, 1536)], [(200, 352)], [(128, 512), (72, 512)]):
                 check_linears(form, shapes, tokens, conv=len(shapes) > 1)
-        for tokens in (2, 16, 31, 64, 130):
-            for held_form in dict.fromkeys((form, "bf16")):
-                for shape in ((2048, 4096), (192, 1536), (128, 256), (100, 512)):
-                    check_held(held_form, shape, tokens)
         for shared_form in dict.fromkeys((form, "bf16")):
             for width in (512, 176, 64):
                 for tokens in (1, 2, 8, 9, 33, 130, 300):
                     check_experts(form, shared_form, width, 20 if tokens < 100 else 37, tokens)
-            for tokens, hidden in ((1, 1024), (5, 2048), (9, 1024), (16, 2048)):
-                check_experts(form, shared_form, 512, 20, tokens, hidden)
     wrong = [each for each in found if not each["right"]]
     out = Path(os.environ.get("OUT", "results"))
     out.mkdir(parents=True, exist_ok=True)

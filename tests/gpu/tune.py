@@ -90,15 +90,11 @@ def streams(columns: int, form: str, rows: Sequence[int]) -> list[Choice]:
 
 
 def fragment_parts(up: tuple[str, int, int], down: tuple[str, int, int]) -> list[Part]:
-    """What to choose for experts whose codes go straight to registers: 2 or 4 words in a row of each thread, one step
-    or two on their way."""
+    """What to choose for experts whose codes go straight to registers: 2 or 4 words in a row of each thread."""
 
     def candidates(columns: int, shapes: list[Choice]) -> list[Choice]:
         steps = [(8 * run * VALUES[{"fp8": 1, "fp4": 3}[up[0]]], run) for run in (4, 2)]
-        return [
-            (M, step, run, w, s, 1, ahead)
-            for ahead in (1, 2) for step, run in steps for M, w, s in shapes if step * s <= columns
-        ]  # fmt: skip
+        return [(M, step, run, w, s) for step, run in steps for M, w, s in shapes if step * s <= columns]
 
     return [Part("fragments", (up,), candidates(up[2], UPS)), Part("fragments", (down,), candidates(down[2], DOWNS))]
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from shardwise.kernels.linear import arrange, fragments
-from shardwise.kernels.linear.ahead import steps_ahead
-from shardwise.kernels.linear.geometry import case
-from shardwise.kernels.moe_block.fragments import MATCHED_TOKENS, tokens_tile
-from shardwise.kernels.moe_block.rank import rank_tiles
+from shardwise.kernels.moe_block.fragments import MATCHED_TOKENS, rank_tiles, tokens_tile
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 MASK = (1 << 32) - 1
@@ -128,14 +125,3 @@ def test_activations_lie_in_the_order_of_the_words_they_meet(values: int) -> Non
     in_order_K = torch.arange(32).view(-1, 2, values // 2).transpose(1, 2).flatten()
     places = [fragments.turned_place.fn(k, values) for k in range(32)]
     assert in_order_K[places].tolist() == list(range(32))
-
-
-@pytest.mark.parametrize(
-    ("columns", "rows", "BT", "splits", "ahead"),
-    [(2048, 512, 8, 2, 2), (256, 512, 8, 1, 2), (768, 512, 8, 1, 1), (2048, 500, 8, 1, 1), (2048, 512, 16, 1, 1)],
-)
-def test_two_steps_go_ahead_where_all_is_whole_and_the_input_fits(
-    columns: int, rows: int, BT: int, splits: int, ahead: int
-) -> None:
-    of = case(2 * rows, columns, "nvfp4", False, halves=2).of
-    assert steps_ahead(of, rows, BT, fragments.Fragments(32, 256, 4, 4, splits, 1, 2), 256) == ahead

@@ -53,7 +53,7 @@ VALUES = {0: 2, 1: 4, 3: 8, 4: 8}  # of a word, by kind
 class Fragments(NamedTuple):
     """A configuration: rows (of each of two products, if there are two) and values of `in` of a step, consecutive words
     that a thread reads, warps, and into how many parts these part `in`; those of one part share the rows. tiles: of so
-    many rows that a program makes, one after another. ahead: steps on their way at a time, see ahead.py."""
+    many rows that a program makes, one after another."""
 
     BM: int
     BK: int
@@ -61,7 +61,6 @@ class Fragments(NamedTuple):
     warps: int
     splits: int = 1
     tiles: int = 1
-    ahead: int = 1
 
 
 @gluon.jit
@@ -132,15 +131,6 @@ def _weights(
         if VALUES == 4:
             v = gl.permute(v, (0, 1, 2, 4, 3))
     return gl.convert_layout(gl.reshape(v, (SPLITS, BM, BK)), LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def plain_values(word, raw, W: gl.constexpr):
-    """Codes of words [M, G, UNDER] in bf16, each word's in their own order on axes behind; e2m1 with scales [M, G]."""
-    scale = word
-    if W[KIND] >= FP4_WORDS:
-        scale, word = gl.broadcast(gl.expand_dims(_scale_words(raw, W), 2), word)
-    return _moved(word, scale, W[KIND], False)
 
 
 @gluon.jit

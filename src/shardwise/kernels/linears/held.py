@@ -1,10 +1,11 @@
-"""A linear of many columns for 2 to some hundred tokens on Hopper: parts of its sum, which the norm behind it adds.
+"""A plain linear of many columns for 2 to 128 tokens on Hopper: parts of its sum, which the norm behind it adds.
 
-Every program holds a part of the weight, of some rows and columns, plain in shared memory: all of it was asked for and
-made plain before the program waits for the kernel before it. What is left then is reading the input, of which each
-program needs its columns, and products by warp group instructions.
+Every program holds a part of the weight, of some rows and columns, in shared memory: all of it was asked for before the
+program waits for the kernel before it. What is left then is reading the input, of which each program needs its columns,
+and products by warp group instructions. Codes of FP8 and NVFP4, made plain in the same place, took less, too, but steps
+with such experts were slower as a whole (benchmarks/README.md), and go by other kernels.
 
-Legend: M rows of a program, T tokens, K columns, S parts of the sum, N words of a step, G groups under one scale.
+Legend: M rows of a program, T tokens, K columns, S parts of the sum.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -26,51 +27,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import constexpr_function
 
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.linear.fragments import fits as codes_fit
-from shardwise.kernels.linear.fragments import fragment_coarse, plain_values, words
+from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.geometry import case
-from shardwise.kernels.linear.layouts import values_of
-from shardwise.kernels.linear.tiles import (
-    COLUMNS,
-    FINE,
-    FINE_COLUMNS,
-    FINE_O,
-    FP4_WORDS,
-    FP8,
-    KIND,
-    PLAIN,
-    ROWS,
-    Operand,
-)
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 # Triton 3.6 and 3.9 know them by different names.
 all_wait = getattr(gl, "barrier", None) or gl.thread_barrier
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 STEP = gl.constexpr(128)  # columns of a product
-MOST_TOKENS = {0: 128, 1: 192, 3: 192}  # by kind: of more nothing was measured, or libraries are faster
+MOST_TOKENS = 128  # beyond, libraries are faster
 PROCESSORS, FEWEST_PROGRAMS = 132, 96  # of Hopper's cards, and how many of them are to have work
 FEWEST_COLUMNS = 2048  # of fewer nothing was measured
 SHARED_KIB, CAPABILITY = 227, (9, 0)
 
 
 class Held(NamedTuple):
-    """A configuration: rows and columns of a program, tokens of a turn, warps, and steps of codes under way."""
+    """A configuration: rows and columns of a program, tokens of a turn, and warps."""
 
     BO: int
     PART: int
     BT: int
     warps: int
-    deep: int = 4
-
-
-@constexpr_function
-def _code_layout(UNDER, GROUPS, WARPS):
-    """Of words [M, G, UNDER] of a step: 16 bytes a thread."""
-    deep = min(UNDER, 4)
-    wide = 4 // deep
-    across = GROUPS // wide * (UNDER // deep)
-    return gl.BlockedLayout([1, wide, deep], [32 // across, GROUPS // wide, UNDER // deep], [WARPS, 1, 1], [2, 1, 0])
 
 
 @constexpr_function
@@ -80,47 +58,15 @@ def _copy_layout(WARPS):
 
 
 @gluon.jit
-def _codes(value, fine, o0, k0, W: gl.constexpr, BO: gl.constexpr, WARPS: gl.constexpr):
-    """Words of a step with the scales that vary within it (else with themselves)."""
-    VALUES: gl.constexpr = values_of(W)
-    UNDER: gl.constexpr = W[FINE] // VALUES if W[KIND] >= FP4_WORDS else 4
-    GROUPS: gl.constexpr = STEP // VALUES // UNDER
-    LAYOUT: gl.constexpr = _code_layout(UNDER, GROUPS, WARPS)
-    o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    g_G = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    u_U = gl.arange(0, UNDER, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    o_MG, g_MG = gl.expand_dims(o_M, 1), gl.expand_dims(g_G, 0)
-    row = gl.expand_dims(o_MG * (W[COLUMNS] // VALUES) + g_MG * UNDER + k0 // VALUES, 2)
-    word = gl.load(value + (row + gl.expand_dims(gl.expand_dims(u_U, 0), 0)))
-    scale = word
-    if W[KIND] >= FP4_WORDS:
-        at = (o_MG // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else o_MG * 0) + g_MG + k0 // W[FINE]
-        scale = gl.load(fine + at)
-    return word, scale
-
-
-@gluon.jit
-def _fill(w_s, value, fine, o0, k0, W: gl.constexpr, BO: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr,
-          DEEP: gl.constexpr):  # fmt: skip
-    """A part of the weight, in bf16, to shared memory: plain ones on their way as one group of copies, codes now."""
-    if W[KIND] == PLAIN:
-        LAYOUT: gl.constexpr = _copy_layout(WARPS)
-        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, LAYOUT))
-        k_K = k0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT))
-        at = gl.expand_dims(o_M * W[COLUMNS], 1) + gl.expand_dims(k_K, 0)
-        for c in gl.static_range(N):
-            copy_to_shared(w_s.index(c), value + (at + c * STEP))
-        async_copy.commit_group()
-    else:
-        held = ()
-        for c in gl.static_range(min(DEEP, N)):
-            held = held + (_codes(value, fine, o0, k0 + c * STEP, W, BO, WARPS),)  # noqa: RUF005 (not in kernels)
-        for c in gl.static_range(N):
-            word, scale = held[c]
-            if c + DEEP < N:
-                held = held + (_codes(value, fine, o0, k0 + (c + DEEP) * STEP, W, BO, WARPS),)  # noqa: RUF005
-            w_s.index(c).store(gl.reshape(plain_values(word, scale, W), (BO, STEP)))
-        fence_async_shared()
+def _fill(w_s, value, o0, k0, W: gl.constexpr, BO: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr):
+    """A part of the weight on its way to shared memory, as one group of copies."""
+    LAYOUT: gl.constexpr = _copy_layout(WARPS)
+    o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, LAYOUT))
+    k_K = k0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT))
+    at = gl.expand_dims(o_M * W[COLUMNS], 1) + gl.expand_dims(k_K, 0)
+    for c in gl.static_range(N):
+        copy_to_shared(w_s.index(c), value + (at + c * STEP))
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -134,14 +80,13 @@ def _refill(x_s, pointers, go):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def held_linear_kernel(
-    x, value, fine, coarse, out, tokens, W: gl.constexpr, BO: gl.constexpr, PART: gl.constexpr, BT: gl.constexpr,
-    TURNS: gl.constexpr, DEEP: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    x, value, out, tokens, W: gl.constexpr, BO: gl.constexpr, PART: gl.constexpr, BT: gl.constexpr,
+    TURNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [S, T, O]: BO rows over PART columns, for all tokens, BT of them a turn. TURNS: whether there are several."""
     let_next_come(PDL)
     K: gl.constexpr = W[COLUMNS]
     N: gl.constexpr = PART // STEP
-    SCALED: gl.constexpr = W[KIND] == FP8 and W[FINE] > 0
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BT, 16])
     COPY: gl.constexpr = _copy_layout(WARPS)
@@ -150,13 +95,7 @@ def held_linear_kernel(
     w_s = gl.allocate_shared_memory(gl.bfloat16, [N, BO, STEP], SHARED)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [N, BT, STEP], SHARED)
     o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, PRODUCT))
-    factor_M = fragment_coarse(coarse, part * 0, o_M, o_M < W[ROWS], W) * (128.0 if W[KIND] >= FP4_WORDS else 1.0)
-    scales = ()
-    if SCALED:
-        for c in gl.static_range(N):
-            at_M = (o_M // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else o_M * 0) + (k0 + c * STEP) // W[FINE]
-            scales = scales + (gl.load(fine + at_M).to(gl.float32),)  # noqa: RUF005 (not in kernels)
-    _fill(w_s, value, fine, o0, k0, W, BO, N, WARPS, DEEP)
+    _fill(w_s, value, o0, k0, W, BO, N, WARPS)
     after_previous(PDL)
     at_T = gl.arange(0, BT, layout=gl.SliceLayout(1, COPY))
     at_K = k0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, COPY))
@@ -172,7 +111,6 @@ def held_linear_kernel(
     t_T = gl.arange(0, BT, layout=gl.SliceLayout(0, PRODUCT))
     for t0 in range(0, tokens if TURNS else 1, BT):
         acc = gl.zeros((BO, BT), gl.float32, layout=PRODUCT)
-        last = acc
         if TURNS:
             at = gl.expand_dims(gl.minimum(t0 + BT + at_T, tokens - 1) * K, 1) + gl.expand_dims(at_K, 0)
         for c in gl.static_range(N):
@@ -180,27 +118,16 @@ def held_linear_kernel(
                 async_copy.wait_group(N - 1 if c == 0 else N - 2)
                 fence_async_shared()
             right = x_s.index(c).permute((1, 0))
-            if SCALED:
-                zeros = gl.zeros((BO, BT), gl.float32, layout=PRODUCT)
-                product = warpgroup_mma(w_s.index(c), right, zeros, use_acc=False, is_async=True)
-                if c > 0:
-                    acc += warpgroup_mma_wait(1, deps=[last]) * gl.expand_dims(scales[c - 1], 1)
-                last = product
-            else:
-                acc = warpgroup_mma(w_s.index(c), right, acc, is_async=True)
-                if TURNS and c > 0:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma(w_s.index(c), right, acc, is_async=True)
+            if TURNS and c > 0:
+                acc = warpgroup_mma_wait(1, deps=[acc])
             if TURNS and c > 0:
                 _refill(x_s.index(c - 1), x + (at + (c - 1) * STEP), t0 + BT < tokens)
-        if SCALED:
-            acc += warpgroup_mma_wait(0, deps=[last]) * gl.expand_dims(scales[N - 1], 1)
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS:
             _refill(x_s.index(N - 1), x + (at + (N - 1) * STEP), t0 + BT < tokens)
-        y_MT = acc * gl.expand_dims(factor_M, 1)
         to = gl.expand_dims((part * tokens + t0 + t_T) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
-        gl.store(out + to, y_MT, mask=gl.expand_dims(t0 + t_T < tokens, 0))
+        gl.store(out + to, acc, mask=gl.expand_dims(t0 + t_T < tokens, 0))
 
 
 def held_rule(of: Operand, tokens: int) -> Held | None:
@@ -221,22 +148,21 @@ def held_rule(of: Operand, tokens: int) -> Held | None:
 def held_config(of: Operand, x_TK: torch.Tensor) -> Held | None:
     """How this weight is to be multiplied with x by this kernel, if it is to be."""
     tokens = x_TK.shape[0]
-    return held_rule(of, tokens) if 2 <= tokens <= MOST_TOKENS.get(of.kind, 0) and possible(of, x_TK) else None
+    return held_rule(of, tokens) if 2 <= tokens <= MOST_TOKENS and possible(of, x_TK) else None
 
 
 def possible(of: Operand, x_TK: torch.Tensor) -> bool:
     """Whether this kernel can multiply such a weight with such an input, on this device, in some configuration."""
-    if not codes_fit(of, x_TK.dtype) or torch.cuda.get_device_capability(x_TK.device) != CAPABILITY:
+    if of.kind or not fits(of, x_TK.dtype) or torch.cuda.get_device_capability(x_TK.device) != CAPABILITY:
         return False
-    whole = of.layout[ROWS.value] % 64 == 0 and of.layout[COLUMNS.value] % STEP.value == 0
-    return whole and (of.kind != FP8.value or of.layout[FINE.value] % STEP.value == 0)
+    return of.layout[ROWS.value] % 64 == 0 and of.layout[COLUMNS.value] % STEP.value == 0
 
 
 def held_constants(of: Operand, tokens: int, config: Held) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
         "W": of.layout, "BO": config.BO, "PART": config.PART, "BT": config.BT, "TURNS": tokens > config.BT,
-        "DEEP": config.deep, "WARPS": config.warps,
+        "WARPS": config.warps,
     }  # fmt: skip
 
 
@@ -245,19 +171,17 @@ def held_linear(x_TK: torch.Tensor, of: Operand, config: Held, pdl: bool) -> tor
     tokens, (rows, columns) = x_TK.shape[0], of.layout[2:4]
     splits = columns // config.PART
     out_STO = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x_TK.device)
-    tensors = words(of) if of.kind else of.tensors()
     held_linear_kernel[(rows // config.BO, splits)](
-        x_TK, *tensors, out_STO, tokens, **held_constants(of, tokens, config), **launch(pdl), num_warps=config.warps
+        x_TK, of.value, out_STO, tokens, **held_constants(of, tokens, config), **launch(pdl), num_warps=config.warps
     )
     return out_STO
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """The output projections of 35B-A3B."""
-    fp8 = [("fp8_block", tokens) for tokens in (4, 64, 128)]
-    for kind, tokens in (*fp8, ("bf16", 4), ("bf16", 128), ("nvfp4", 4), ("nvfp4", 128)):
-        found = case(2048, 4096, kind, True)
-        types = found.types | {"x": "*bf16", "out": "*fp32"} | ({} if kind == "bf16" else {"value": "*i32"})
+    for tokens in (4, 128):
+        found = case(2048, 4096, "bf16", True)
+        types = {"x": "*bf16", "value": "*bf16", "out": "*fp32"}
         config = held_rule(found.of, tokens)
         assert config is not None
         constexprs = held_constants(found.of, tokens, config) | {"PDL": True}
