@@ -322,7 +322,7 @@ def main() -> None:
         machine = Machine((Device("H200", 140 << 30, 3.8e12, 8.4e14),) * 2, Link(17.8e-6, 2.84e11))
         machine = replace(machine, devices=tuple(replace(d, index=n) for n, d in enumerate(machine.devices)))
     else:
-        machine = probe.measured(probe.ask().devices[:2])
+        machine = probe.measured(probe.ask().devices[:2]).over_peers()  # as `comm` below chooses
     print("probe", asdict(machine), flush=True)
     chosen = [case for case in all_cases(machine, folder) if args.only in case.name]
     if args.pretend:

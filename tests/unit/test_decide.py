@@ -27,16 +27,17 @@ UNEQUAL = (
 )
 EQUAL = tuple(Device("H200", 141 * GIB, 4e12, 8e14, index=index, uuid=f"GPU-{index}") for index in range(4))
 NVFP4 = "qwen3.6-35b-a3b-nvfp4"
+LINK = Link(2e-5, 1e10)
 
 
-def hardware(there: Sequence[Device], asked: list[Any] | None = None) -> Hardware:
+def hardware(there: Sequence[Device], asked: list[Any] | None = None, link: Link = LINK) -> Hardware:
     """Made-up GPUs; `asked` gets those that are measured."""
 
     def measured(devices: Sequence[Device]) -> Machine:
         if asked is not None:
             asked.append([device.index for device in devices])
         by_index = {device.index: device for device in there}
-        return Machine(tuple(by_index[device.index] for device in devices), Link(2e-5, 1e10), measured=True)
+        return Machine(tuple(by_index[device.index] for device in devices), link, measured=True)
 
     unmeasured = [replace(device, read_bytes_per_s=UNKNOWN, flops_per_s=UNKNOWN) for device in there]
     return Hardware(lambda: unmeasured, measured)
@@ -59,6 +60,17 @@ def test_unequal_cards_are_measured_and_split_by_what_they_can_do():
     for words in ("rank 0: RTX 3090 Ti, 24.0 GiB, reads 800 GB/s (measured)", "an even split: ", "tokens of KV cache"):
         assert words in text
     assert decision.choice.best.kv_tokens >= 262_144
+
+
+@pytest.mark.parametrize(("comm", "ranks"), [("auto", 2), ("p2p", 2), ("torch", 1)])
+def test_sums_over_peers_memory_make_a_second_card_worth_it(comm: Any, ranks: int):
+    """One request of 35B-A3B in NVFP4: 80 sums of 20 us by the library are more than half of the step on one card."""
+    serve = ServeConfig(
+        model=str(GEOMETRY / NVFP4), load_format="dummy", gpu=("0", "1"), ranks=0, comm=comm, objective="speed"
+    )
+    pair = tuple(replace(one, name=f"card {n}") for n, one in enumerate(EQUAL[:2]))  # unlike ones are measured
+    decided, _ = decide(serve, hardware(pair, link=Link(2e-5, 2.8e11, peers=True)), "cuda")
+    assert decided.ranks == ranks
 
 
 def test_every_rank_makes_the_same_partitions_of_what_was_written():

@@ -89,8 +89,10 @@ def machine_of(serve: ServeConfig, kind: str, hardware: Hardware) -> Machine | N
             ),
         )
     machine = Machine(chosen)
-    settled = bool(serve.ratio) or (machine.uniform and serve.ranks > 0) or count == 1
-    return machine if settled else hardware.measured(chosen)
+    if bool(serve.ratio) or (machine.uniform and serve.ranks > 0) or count == 1:
+        return machine
+    machine = hardware.measured(chosen)
+    return machine.over_peers() if serve.comm in ("auto", "p2p") else machine
 
 
 def problem_of(serve: ServeConfig, made: Blueprint, requests: int = 1, exact: bool = False) -> Problem:

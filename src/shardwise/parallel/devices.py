@@ -41,12 +41,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives run over. latency_s: of a small all-reduce between two devices."""
+    """What collectives run over. latency_s: of a small all-reduce between two devices, by the vendor's library; peers:
+    whether every device reaches the others' memory."""
 
     latency_s: float = 25e-6
     bytes_per_s: float = 10e9
+    peers: bool = False
 
 
+PEER_LATENCY_S = 3.3e-6  # of a small sum over peers' memory, between two H200s (tests.gpu.peer_case)
 HOST_LINK = Link(latency_s=250e-6, bytes_per_s=3e9)  # through the host's memory, between ranks that share a device
 
 
@@ -61,6 +64,11 @@ class Machine:
     def only(self, chosen: Sequence[int]) -> "Machine":
         """This machine with the devices at places `chosen`."""
         return replace(self, devices=tuple(self.devices[place] for place in chosen))
+
+    def over_peers(self) -> "Machine":
+        """This machine with small sums over peers' memory, where that is reached."""
+        least_s = min(self.link.latency_s, PEER_LATENCY_S)
+        return replace(self, link=replace(self.link, latency_s=least_s)) if self.link.peers else self
 
     @property
     def known(self) -> bool:

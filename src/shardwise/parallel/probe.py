@@ -21,6 +21,7 @@ READ_BYTES = 1 << 30  # far more than any cache holds
 MATMUL_SIDE = 4096
 KERNELS = 200  # small ones in a row, as a graph
 REDUCED_BYTES = (8192, 1 << 26)
+MOST_PEERS = 8  # as MOST_RANKS of kernels/peer_sum, which is not imported for its Triton
 SECONDS = 0.3  # of a measurement, at most
 STREAMED = 0.9  # of what a sum reads, by kernels that stream plain weights (benchmarks/forecast.py)
 CHILD_SECONDS = 120.0
@@ -158,7 +159,14 @@ def link(indices: Sequence[int]) -> Link:
         seconds.append(took_s)
     short_s, long_s = seconds
     sent = 2 * (len(parts) - 1) / len(parts) * REDUCED_BYTES[1]  # pyright: ignore[reportPossiblyUnboundVariable]
-    return Link(short_s, sent / max(long_s - short_s, 1e-6))
+    return Link(short_s, sent / max(long_s - short_s, 1e-6), reached(indices))
+
+
+def reached(indices: Sequence[int]) -> bool:
+    """Whether ranks on these GPUs can sum over each other's memory (see peers.py)."""
+    pairs = [(one, other) for one in indices for other in indices if one != other]
+    few = len(indices) <= MOST_PEERS and torch.version.hip is None
+    return few and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
 def main(arguments: Sequence[str]) -> int:
