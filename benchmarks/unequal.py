@@ -121,10 +121,10 @@ def built(case: Case, serve: ServeConfig, env: RankEnvironment, comm: Communicat
     select, capture, allocated = building.select, building.Runner.capture, list[int]()
     before, slower = torch.cuda.memory_allocated(), Slower(case.repeats[env.rank])
 
-    def noted(self: Any, *sizes: int) -> None:
+    def noted(self: Any, step_tokens: int = 0) -> None:
         slower.forget()
         allocated.append(torch.cuda.memory_allocated() - before)
-        capture(self, *sizes)
+        capture(self, step_tokens)
 
     building.select = lambda *options: slower.table(select(*options))
     building.Runner.capture, graphs.SIZES = noted, case.batches
