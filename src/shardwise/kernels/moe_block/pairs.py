@@ -16,7 +16,7 @@ import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
-from shardwise.kernels.linear.tiles import ROWS, Operand, Target
+from shardwise.kernels.linear.tiles import COARSE, ROWS, Operand, Target
 from shardwise.kernels.linear.triton import step_of
 from shardwise.kernels.moe.grouped import Grouped, grouped_config, grouped_configs
 from shardwise.kernels.moe_block.combine import Outputs
@@ -152,11 +152,12 @@ def moe(
 
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
-    """The banks of real models, with a shared expert in their format."""
+    """The banks of real models, with a shared expert in their format; a scale of all rows goes onto the result, as in
+    grouped.py, where it is compiled."""
     types = dict.fromkeys(("order", "tiles"), "*i32") | dict.fromkeys(("x", "act", "shared_act", "y"), "*bf16")
     types |= {"shared_y": "*fp32"}
     for up, down in banks(native_fp8):
-        if up.of.layout[2] != 1024 or up.of.kind > 1:
+        if up.of.layout[2] != 1024 or up.of.kind > 1 or up.of.layout[COARSE.value] >= 0:
             continue
         yield from _cases(sorted_gate_up_kernel, up, types, native_fp8)
         yield from _cases(sorted_down_kernel, down, types, native_fp8)
