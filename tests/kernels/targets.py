@@ -36,7 +36,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 import shardwise.kernels
 from shardwise.engine.processes import die_with_parent
 from shardwise.kernels.cases import CompileCase
-from shardwise.kernels.linear.tiles import NATIVE, PLAIN
+from shardwise.kernels.linear.tiles import KIND, NATIVE, PLAIN
 from tests.kernels.hardware import page, racing, registers
 
 RACES = "a loop turns while a product may still read its left operand from registers (see kernels/products.py)"
@@ -158,6 +158,13 @@ def configuration(case: CompileCase) -> tuple[Any, ...]:
     return (*variant(case), constexprs, case.num_warps, case.num_stages)
 
 
+def converted_in_software(case: CompileCase) -> bool:
+    """Whether the case is for cards without e4m3 in hardware: of codes, by a kernel that goes by that."""
+    layouts = [value for name, value in case.constexprs.items() if name.startswith("W") and isinstance(value, tuple)]
+    by_codes = any(layout[KIND.value] != PLAIN.value and not layout[NATIVE.value] for layout in layouts)
+    return by_codes and not isinstance(case.kernel, GluonJITFunction)
+
+
 def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tuple[CompileCase, Card]]:
     """Which case to compile for which card.
 
@@ -172,6 +179,10 @@ def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tupl
         if configuration(case) in configurations:
             continue
         given = [card for card in cards if case.shared_bytes in (0, card.shared_bytes)]
+        if converted_in_software(case):
+            given = [card for card in given if not card.native_fp8]
+        if not given:
+            continue
         if isinstance(case.kernel, GluonJITFunction):  # written for instructions of NVIDIA's
             given = [card for card in given if card.target.backend == "cuda"]
         if first(case) in variants:
