@@ -16,6 +16,7 @@ from shardwise.config import ConfigError, RankEnvironment, ServeConfig, load_mod
 from shardwise.engine.build import blueprint, free_bytes
 from shardwise.engine.decide import Hardware, decide, reasons
 from shardwise.engine.place import place, sharers
+from shardwise.parallel import probe
 from shardwise.parallel.comm import Alone
 from shardwise.parallel.devices import UNKNOWN, Device, Link, Machine
 from shardwise.parallel.probe import ProbeError
@@ -71,6 +72,16 @@ def test_sums_over_peers_memory_make_a_second_card_worth_it(comm: Any, ranks: in
     pair = tuple(replace(one, name=f"card {n}") for n, one in enumerate(EQUAL[:2]))  # unlike ones are measured
     decided, _ = decide(serve, hardware(pair, link=Link(2e-5, 2.8e11, peers=True)), "cuda")
     assert decided.ranks == ranks
+
+
+@pytest.mark.parametrize(("count", "reaches", "found"), [(2, True, True), (2, False, False), (9, True, False)])
+def test_a_link_is_over_peers_memory_where_ranks_would_use_it(
+    monkeypatch: pytest.MonkeyPatch, count: int, reaches: bool, found: bool
+):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reaches)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
+    assert probe.reached(range(count)) is found
 
 
 def test_every_rank_makes_the_same_partitions_of_what_was_written():

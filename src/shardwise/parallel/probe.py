@@ -21,7 +21,6 @@ READ_BYTES = 1 << 30  # far more than any cache holds
 MATMUL_SIDE = 4096
 KERNELS = 200  # small ones in a row, as a graph
 REDUCED_BYTES = (8192, 1 << 26)
-MOST_PEERS = 8  # as MOST_RANKS of kernels/peer_sum, which is not imported for its Triton
 SECONDS = 0.3  # of a measurement, at most
 STREAMED = 0.9  # of what a sum reads, by kernels that stream plain weights (benchmarks/forecast.py)
 CHILD_SECONDS = 120.0
@@ -163,10 +162,12 @@ def link(indices: Sequence[int]) -> Link:
 
 
 def reached(indices: Sequence[int]) -> bool:
-    """Whether ranks on these GPUs can sum over each other's memory (see peers.py)."""
-    pairs = [(one, other) for one in indices for other in indices if one != other]
-    few = len(indices) <= MOST_PEERS and torch.version.hip is None
-    return few and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    """Whether ranks on these GPUs can sum over each other's memory, as far as it can be known without trying."""
+    from shardwise.parallel.peers import hindrance, place_of
+
+    devices, count = [torch.device("cuda", index) for index in indices], len(indices)
+    places = [place_of(device) for device in devices]
+    return not any(hindrance(device, count, count, places) for device in devices)
 
 
 def main(arguments: Sequence[str]) -> int:
