@@ -289,6 +289,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kernels: Literal["auto", "reference", "triton"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the device has them
     overlap: bool = True  # kernels start before the previous one ends, where the device can (sm_90 and up)
+    shortlist: bool = True  # a copy of the head in 8 bits says which logits can be the largest, where memory is ample
     comm: Literal["auto", "torch", "p2p", "nccl"] = "auto"
     max_model_len: int = 0  # tokens of one request, prompt and answer
     max_num_seqs: int = 0  # requests in one step

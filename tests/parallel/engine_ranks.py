@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
 from shardwise.engine.build import Leader, build_rank
 from shardwise.engine.messages import CacheResized, Failed, Generate, Picture, ResizeCache, SamplingParams, Tokens
+from shardwise.layers.embedding import Head
 from shardwise.parallel.comm import Alone, TorchCommunicator
 from shardwise.shard import ParamSpec, Segment
 
@@ -49,18 +51,21 @@ def generate(
     wrong_cut: bool = False,
     resizes: Sequence[tuple[int, int]] = (),
     resized: bool = False,
+    shortlist: bool = False,
 ) -> tuple[Any, ...] | None:
     """On the first rank the tokens of each request (prompt, sampling, and its pictures if it has any: the fields of
     Picture after the id), its stop token at the end, and the preemptions.
 
     arrive_every: steps between two arrivals; 0: all at once. resizes: slots of experts, or tokens of KV cache, to
     change to, every RESIZE_EVERY steps in turn; with `resized`, what they were answered is returned, too, and how many
-    pages of requests got another number.
+    pages of requests got another number. shortlist: heads keep one, and the rows of logits that were made by way of it
+    are returned, too, with the logits that they had.
     """
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):
         one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
+    listed = with_shortlist(one.runner.model.head) if shortlist else []
     if rank:
         one.runner.follow()
         return None
@@ -88,7 +93,23 @@ def generate(
         steps += 1
     leader.engine.check()
     leader.stop()
-    return (out, leader.stats().preemptions, *([told] if resized else []))
+    return (out, leader.stats().preemptions, *([told] if resized else []), *([sum(listed)] if shortlist else []))
+
+
+def with_shortlist(head: Head) -> list[torch.Tensor]:
+    """Have `head` keep a shortlist -> of each use so far, how many logits were made, and how many left out."""
+    found = list[torch.Tensor]()
+
+    def counted(*args: Any) -> torch.Tensor:
+        logits_LV = made(*args)
+        there = (logits_LV > -torch.inf).sum()
+        found.append(torch.stack([there, logits_LV.numel() - there]))
+        return logits_LV
+
+    made = head.ops.shortlist_logits
+    head.ops = replace(head.ops, shortlist_logits=counted)
+    head.make_shortlist()
+    return found
 
 
 def message_of(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.messages import SamplingParams
 from shardwise.engine.request import Request
-from shardwise.engine.sampler import Sampler, largest, score_prompt
+from shardwise.engine.sampler import LISTED, Sampler, enough, largest, score_prompt
 from shardwise.kernels.draw.reference import gumbel, split_seed
 
 
@@ -52,6 +52,21 @@ def kept(logits: list[float], s: SamplingParams) -> dict[int, float]:
 def test_greedy_is_the_lowest_of_the_largest():
     logits = torch.tensor([[1.0, 5.0, 5.0], [5.0, 5.0, 5.0], [-0.0, 0.0, -1.0], [-inf, -inf, -3.0]])
     assert draw(Sampler(), logits, [make(i) for i in range(4)]) == [1, 0, 0, 2]
+
+
+def test_how_many_of_the_likeliest_suffice():
+    """And that they do: the rest of a row may as well be missing."""
+    few = [make(), make(1, temperature=0.7, top_k=4), make(2, temperature=1, top_k=LISTED, top_p=0.5, min_p=0.1)]
+    assert [enough(few[:n]) for n in (0, 1, 2, 3)] == [1, 1, 4, LISTED]
+    whole = [
+        make(3, temperature=1), make(4, temperature=1, top_p=0.9), make(5, logprobs=0), make(6, min_tokens=2),
+        make(7, temperature=1, top_k=LISTED + 1), make(8, repetition_penalty=1.1), make(9, logit_bias={3: 1.0}),
+    ]  # fmt: skip
+    assert [enough([*few, request]) for request in whole] == [0] * len(whole)
+    logits = random_logits(3, 500)
+    cut = logits.where(logits >= logits.topk(LISTED).values[:, -1:], -inf)
+    again = [Request(r.id, r.prompt, r.sampling, r.arrival, seed=r.seed, pending=1) for r in few]
+    assert draw(Sampler(), logits, few) == draw(Sampler(), cut, again)
 
 
 def test_all_greedy_is_three_operations_on_the_device():

@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 USABLE_TOKENS = 2048  # of KV cache: with fewer than these, or than the longest request, nothing is served
+LISTED_SHARE = 1 / 64  # of what weights leave, at most, for a copy of the head in 8 bits
 STATE_SHARE = 0.5  # of free memory, at most, for state rows if their number is ours to choose
 LEAST_SEQS = 8  # requests at once that are not given up for a longer context
 SNAPSHOT_SHARE = 1 / 16  # of what the rows of requests leave, at most, for snapshots if their number is ours to choose
@@ -53,6 +54,11 @@ class Budget:
     @property
     def kv_tokens(self) -> int:
         return (self.pages - 1) * self.page_tokens
+
+
+def affords_list(serve: ServeConfig, left_bytes: int, list_bytes: int) -> bool:
+    """Whether a rank that weights leave `left_bytes` keeps a shortlist of the head; 0 `list_bytes`: there is none."""
+    return serve.shortlist and 0 < list_bytes <= left_bytes * LISTED_SHARE
 
 
 def step_tokens(serve: ServeConfig, device_type: str, free_bytes: int) -> int:

@@ -16,22 +16,32 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cache.budget import GIB, affordable_pages, affordable_slots, floor_bytes, sequences, snapshots
+from shardwise.cache.budget import (
+    GIB,
+    affordable_pages,
+    affordable_slots,
+    affords_list,
+    floor_bytes,
+    sequences,
+    snapshots,
+)
 from shardwise.commands.plan_html import page
 from shardwise.commands.prepare import resolve_model
 from shardwise.config import ConfigError, ServeConfig
 from shardwise.engine.build import Blueprint
 from shardwise.engine.decide import Decision, Hardware, choose_for, machine_of, reasons, shortage, slotted_if_short
 from shardwise.engine.experts import sizes_of
-from shardwise.engine.memory import CLASSES, weight_class, weights_by_class
+from shardwise.engine.memory import CLASSES, SHORTLIST, weight_class, weights_by_class
 from shardwise.engine.place import device_kind
+from shardwise.layers.embedding import listed_bytes
 from shardwise.parallel.choice import Candidate, budget_bytes
 from shardwise.parallel.devices import UNKNOWN, Device, Machine, size_bytes
 from shardwise.shard import table
 
 COLORS = {
     "vocabulary": "magenta", "attention": "blue", "delta": "cyan", "experts": "yellow", "mlp": "green",
-    "vision": "red", "norms": "white", "other": "white", "state": "bright_blue", "KV cache": "bright_green",
+    "vision": "red", "norms": "white", "other": "white", "shortlist": "bright_magenta", "state": "bright_blue",
+    "KV cache": "bright_green",
 }  # fmt: skip
 BAR_CELLS = 60
 SHOWN = 12  # candidates
@@ -102,6 +112,10 @@ def make_plan(decision: Decision, requests: int) -> Plan:
     ]
     memory = [max(budget_bytes(used, rank, decision.problem.needs), 0) for rank in range(best.ranks)]
     free = [have - sum(held.values()) for have, held in zip(memory, weights, strict=True)]
+    lists = [listed_bytes(made.specs, partitions, rank) for rank in range(best.ranks)]
+    if made.device_type == "cuda" and all(affords_list(serve, *pair) for pair in zip(free, lists, strict=True)):
+        free = [have - size for have, size in zip(free, lists, strict=True)]
+        weights = [held | {SHORTLIST: size} for held, size in zip(weights, lists, strict=True)]
     rows = [caches.row_bytes(partitions, rank) for rank in range(best.ranks)]
     asked = msgspec.structs.replace(serve, max_num_seqs=serve.max_num_seqs or requests)
     page_sizes = [caches.page_bytes(partitions, rank) for rank in range(best.ranks)]

@@ -7,7 +7,7 @@ from typing import Any
 GIB = 1 << 30
 HUES = {
     "vocabulary": 300, "attention": 215, "delta": 185, "experts": 40, "mlp": 120, "vision": 0, "norms": 60,
-    "other": 80, "state": 250, "KV cache": 150,
+    "other": 80, "shortlist": 330, "state": 250, "KV cache": 150,
 }  # fmt: skip
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --line: #d5dae1; --empty: #eceff3; --good: #0a7a3f; }

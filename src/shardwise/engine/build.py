@@ -15,6 +15,7 @@ from shardwise.cache.budget import (
     Budget,
     affordable_pages,
     affordable_slots,
+    affords_list,
     busy_tokens,
     floor_bytes,
     idle_bytes,
@@ -69,6 +70,7 @@ from shardwise.engine.vision import trial as vision_trial
 from shardwise.engine.vocabulary import vocabulary
 from shardwise.experts.offload import Offload
 from shardwise.kernels.ops import select
+from shardwise.layers.embedding import listed_bytes
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
 from shardwise.parallel.comm import Alone, Communicator
@@ -166,6 +168,16 @@ def free_bytes(serve: ServeConfig, ctx: RankContext, local_ranks: int) -> int:
     ctx.comm.minimum(0)  # no rank takes memory for caches before all have looked
     free, total = torch.cuda.mem_get_info(ctx.device)
     return (free - int(total * (1 - serve.gpu_memory_utilization))) // sharers(serve, ctx.device)
+
+
+def keep_shortlist(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, local_ranks: int) -> None:
+    """Have the head keep its shortlist, where that is faster and every rank has memory to spare."""
+    if ctx.device.type != "cuda" or ctx.ops.name != "triton":
+        return
+    wanted = listed_bytes(made.specs, made.partitions, ctx.rank)
+    if ctx.comm.minimum(int(affords_list(serve, free_bytes(serve, ctx, local_ranks), wanted))):
+        model.head.make_shortlist()
+        logger.info("%d bytes of the head's copy in 8 bits, for steps of few tokens", wanted)
 
 
 def trial(made: Blueprint, model: Model, ctx: RankContext, tokens: int, page_tokens: int) -> int:
@@ -268,6 +280,7 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         dtype=DTYPES[made.dtype],
     )
     model, features, offload = load_weights(serve, made, ctx, environment.local_world)
+    keep_shortlist(serve, made, model, ctx, environment.local_world)
     limits = budget(serve, made, model, ctx, environment.local_world, features, offload)
     limits = with_host_tier(serve, made.caches, ctx, environment.local_world, limits)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows + limits.snapshot_rows, ctx)
@@ -331,12 +344,13 @@ class Leader:
         limits, made, ranks = self.rank.budget, self.rank.made, self.rank.ctx.world
         devices = local_devices(made.device_type, self._devices)
         on_device = experts_bytes(made.model, made.specs, made.partitions, limits.expert_slots)
+        listed = self.rank.runner.model.head.shortlist is not None
         return Ready(
             limits.max_model_len,
             limits.kv_tokens,
             limits.max_num_seqs,
             ranks,
-            memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices, on_device),
+            memory=rank_memory(made.specs, made.caches, made.partitions, limits, ranks, devices, on_device, listed),
         )
 
     def resize(self, asked: ResizeCache) -> CacheResized:

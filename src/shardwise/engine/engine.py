@@ -22,7 +22,7 @@ from shardwise.engine.plan import Chunk, Resize, StepPlan
 from shardwise.engine.readback import Readback
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
 from shardwise.engine.reuse import ReuseOptions
-from shardwise.engine.sampler import PromptScores, Sampled, Sampler, score_prompt
+from shardwise.engine.sampler import PromptScores, Sampled, Sampler, enough, score_prompt
 from shardwise.engine.scheduler import Progress, Scheduler, Step
 
 COMPILE_WAIT_S = 0.005  # for a grammar, when there is nothing else to do
@@ -257,6 +257,11 @@ class Engine:
         except ValueError as error:
             raise RequestRefused(str(error), "messages") from None
 
+    def _plan_of(self, step: Step) -> StepPlan:
+        """The plan of `step`, with how many of the likeliest ids will do, and the pictures that ranks have to encode."""
+        whole = any(chunk.prompt_logits for chunk in step.plan.chunks)
+        return msgspec.structs.replace(self._with_pictures(step), keep=0 if whole else enough(step.sampled))
+
     def _with_pictures(self, step: Step) -> StepPlan:
         """The plan of `step`, with the pictures that the ranks have to encode for it."""
         pairs = zip(step.requests, step.plan.chunks, strict=True)
@@ -268,7 +273,7 @@ class Engine:
 
     def _launch(self, step: Step) -> _Launched:
         """Give a step to the device: model, sampler, and the scores of prompts. Nothing here waits for it."""
-        logits = self._runner.run(self._with_pictures(step))
+        logits = self._runner.run(self._plan_of(step))
         if logits is None:
             if step.sampled:
                 raise RuntimeError(

@@ -60,7 +60,8 @@ class Inputs:
 class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    logits_BV: torch.Tensor  # written anew by each replay
+    headed: bool  # whether the head is in the graph: else it comes after it, by the rows that a step has
+    out: torch.Tensor  # written anew by each replay: logits [B, V], or what the head makes them of
 
 
 class DecodeGraphs:
@@ -88,14 +89,15 @@ class DecodeGraphs:
             for size in reversed(self.sizes if length == self.lengths[0] else self.sizes[:4]):
                 self._get(size, length)
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits [len(chunks), V] of chunks of one token each; overwritten by the next run."""
+    def run(self, chunks: Sequence[Chunk], keep: int = 0) -> torch.Tensor:
+        """Logits [len(chunks), V] of chunks of one token each; overwritten by the next run. keep: as the head's."""
         longest = max(chunk.start for chunk in chunks) + 1
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
         captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)])
         self._fill(captured.inputs, chunks)
         captured.graph.replay()
-        return captured.logits_BV[: len(chunks)]
+        found = captured.out[: len(chunks)]
+        return found if captured.headed else self.model.head(found, keep)
 
     def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
         size, pages = inputs.seqs.pages_SP.shape
@@ -121,13 +123,18 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, length: int) -> Captured:
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
+        headed = not self.model.head.lists(size)
+        model = self.model if headed else self.model.hidden
 
         def step() -> torch.Tensor:
             tokens_B, positions_B = inputs.wide_3B[:2]
-            return self.model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens)
+            return model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens)
 
-        graph, logits_BV = captured(step, self.pool, self.ctx.device)
-        return Captured(graph, inputs, logits_BV)
+        graph, out = captured(step, self.pool, self.ctx.device)
+        if not headed:
+            for keep in (0, 1):  # so that no request waits for a compiler
+                self.model.head(torch.zeros_like(out), keep)
+        return Captured(graph, inputs, headed, out)
 
 
 def captured(

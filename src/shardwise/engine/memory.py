@@ -9,6 +9,7 @@ import torch
 from shardwise.cache.budget import Budget
 from shardwise.cache.pool import CacheSpecs
 from shardwise.engine.messages import RankMemory
+from shardwise.layers.embedding import listed_bytes
 from shardwise.shard import ParamSpec, Partitions, local_bytes
 
 CLASSES = (
@@ -21,6 +22,7 @@ CLASSES = (
     ("norms", r".*norm"),
     ("other", r""),
 )
+SHORTLIST = "shortlist"  # beside these, of the head
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,25 @@ def rank_memory(
     ranks: int,
     devices: Sequence[Device],
     experts_bytes: Callable[[int], int] | None = None,
+    listed: bool = False,
 ) -> tuple[RankMemory, ...]:
     """What each of `ranks` ranks holds. devices: of the first of them, as many as are known. experts_bytes: on the
-    device of a rank, if not all are there.
+    device of a rank, if not all are there. listed: whether heads keep shortlists.
     """
     rows = limits.rows + limits.snapshot_rows
     each = list[RankMemory]()
     for rank in range(ranks):
         device = devices[rank] if rank < len(devices) else Device()
         row_bytes, page_bytes = caches.row_bytes(partitions, rank), caches.page_bytes(partitions, rank)
+        weights = weights_by_class(specs, partitions, rank, experts_bytes and experts_bytes(rank))
+        if listed:
+            weights[SHORTLIST] = listed_bytes(specs, partitions, rank)
         each.append(
             RankMemory(
                 device=device.name,
                 device_id=device.id,
                 memory_bytes=device.memory_bytes,
-                weights_bytes=weights_by_class(specs, partitions, rank, experts_bytes and experts_bytes(rank)),
+                weights_bytes=weights,
                 state_bytes=row_bytes * rows,
                 state_row_bytes=row_bytes,
                 kv_bytes=page_bytes * limits.pages,

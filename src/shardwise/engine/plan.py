@@ -77,3 +77,4 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     saves: list[tuple[int, int]] = []
     host: Copies | None = None
     resize: Resize | None = None  # of a plan without chunks, after its copies to the host
+    keep: int = 0  # how many of the likeliest of each row of logits matter; 0: all

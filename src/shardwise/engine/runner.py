@@ -183,7 +183,7 @@ class Runner:
         """This rank's part of a plan: its pictures, then its chunks."""
         if self.features is not None:
             self.features.update(plan)
-        return self.forward(plan.chunks, plan.saves, plan.host)
+        return self.forward(plan.chunks, plan.saves, plan.host, plan.keep)
 
     @torch.inference_mode()
     def resize(self, plan: StepPlan, to: Resize) -> None:
@@ -207,9 +207,16 @@ class Runner:
 
     @torch.inference_mode()
     def forward(
-        self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]] = (), host: Copies | None = None
+        self,
+        chunks: Sequence[Chunk],
+        saves: Sequence[tuple[int, int]] = (),
+        host: Copies | None = None,
+        keep: int = 0,
     ) -> torch.Tensor:
-        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves` and `host`."""
+        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves` and `host`.
+
+        keep: as of StepPlan.
+        """
         for chunk in chunks:
             self.tables.update(chunk)
         if host is not None and self.store is not None:
@@ -219,14 +226,14 @@ class Runner:
             self.store.back(host)
         graphs = self.graphs if self.graphs and len(chunks) <= self.graphs.sizes[-1] else None
         if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
-            return graphs.run(chunks)
+            return graphs.run(chunks, keep)
         if self.prompt_graphs and (tokens := self.prompt_graphs.size_of(chunks)):
             return self.prompt_graphs.run(tokens, chunks[0])
         batch = build_batch(chunks, self.tables, self.ctx.device)
         features_FH = self.features.of(chunks) if self.features is not None else None
         return self.model(
             batch.tokens_T, batch.positions_3T, batch.seqs, self.caches, batch.logit_rows_L, features_FH,
-            batch.feature_rows_F, self.last_tokens,
+            batch.feature_rows_F, self.last_tokens, keep,
         )  # fmt: skip
 
     def _copy(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]]) -> None:

@@ -25,6 +25,20 @@ from shardwise.kernels.draw.reference import largest, split_seed
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them says the same, with overflows
 NARROW = 256  # up to this top_k, candidates are selected; above it, and for top_p alone, all ids are sorted
+LISTED = 32  # up to this top_k, logits of ids that cannot be candidates may be left out
+
+
+def enough(requests: Sequence[Request]) -> int:
+    """How many of the likeliest ids of each row suffice to sample a token for each of `requests`; 0: whole rows."""
+    most = 1
+    for request in requests:
+        s = request.sampling
+        greedy = s.temperature < GREEDY_BELOW
+        shaped = s.logit_bias or request.index < s.min_tokens or penalised(request) or request.constraint is not None
+        if shaped or s.logprobs is not None or not (greedy or 0 < s.top_k <= LISTED):
+            return 0
+        most = max(most, 1 if greedy else s.top_k)
+    return most
 
 
 class Choosing(Protocol):

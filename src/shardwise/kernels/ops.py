@@ -47,6 +47,7 @@ class Ops:
     plan_slots: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     plan_wanted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     fetch_experts: Callable[..., None]
+    shortlist_logits: Callable[..., torch.Tensor]
 
 
 def select(choice: Literal["auto", "reference", "triton"], device: torch.device, overlap: bool = False) -> Ops:
@@ -62,7 +63,7 @@ def select(choice: Literal["auto", "reference", "triton"], device: torch.device,
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
     norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, *others = modules
-    delta_step, slots, draw, turn_store = others
+    delta_step, slots, draw, turn_store, shortlist = others
     return Ops(
         name=name,
         rms_norm=norm.rms_norm,
@@ -94,6 +95,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         plan_slots=slots.plan_slots,
         plan_wanted=slots.plan_wanted,
         fetch_experts=slots.fetch_experts,
+        shortlist_logits=shortlist.shortlist_logits,
     )
 
 
@@ -111,10 +113,11 @@ def _reference() -> Ops:
     import shardwise.kernels.moe_block.reference as moe_block
     import shardwise.kernels.norm.reference as norm
     import shardwise.kernels.rope.reference as rope
+    import shardwise.kernels.shortlist.reference as shortlist
     import shardwise.kernels.turn_store.reference as turn_store
 
     modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
-               turn_store)  # fmt: skip
+               turn_store, shortlist)  # fmt: skip
     return _table("reference", modules)
 
 
@@ -138,11 +141,12 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     import shardwise.kernels.moe_block.triton as moe_block
     import shardwise.kernels.norm.triton as norm
     import shardwise.kernels.rope.triton as rope
+    import shardwise.kernels.shortlist.triton as shortlist
     import shardwise.kernels.turn_store.triton as turn_store
     from shardwise.kernels.overlap import can_overlap
 
     modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
-               turn_store)  # fmt: skip
+               turn_store, shortlist)  # fmt: skip
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table

@@ -10,11 +10,13 @@ import torch
 from shardwise.checkpoint.names import PLAIN_FLOATS
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ConfigError
+from shardwise.kernels.shortlist.reference import Shortlist, make_shortlist, shortlist_bytes
 from shardwise.layers.linear import FormatOf, Linear, Specs
 from shardwise.parallel.context import RankContext
-from shardwise.shard import ParamSpec, Segment, local_shape
+from shardwise.shard import ParamSpec, Partitions, Segment, local_shape
 
 EMBED, HEAD = "embed", "head"
+LISTED_ROWS = 16  # up to so many rows of logits, bounds from a copy in 8 bits take fewer reads than the head itself
 
 
 def declare_vocabulary(vocab: int, hidden: int, embed: str, head: str | None, format_of: FormatOf) -> Specs:
@@ -44,15 +46,39 @@ class Embedding:
         return self.ops.embed(tokens_T, self.weight.plain, self.first_row, last_R, torch.float32)
 
 
+def listed_bytes(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> int:
+    """What the shortlist of a rank's part of the head takes; 0: a head of these formats has none."""
+    spec = specs.get(HEAD, specs[EMBED])
+    return shortlist_bytes(*local_shape(spec, partitions, rank)) if spec.format[0].dtype in PLAIN_FLOATS else 0
+
+
 class Head:
-    """Logits of the whole vocabulary, fp32, on every rank."""
+    """Logits of the whole vocabulary, fp32, on every rank.
+
+    With a shortlist, logits of a few rows of which only the likeliest matter are computed for ids that can be among
+    these, and the others' are minus infinity.
+    """
 
     def __init__(self, weights: Mapping[str, Weight], ctx: RankContext) -> None:
         name = HEAD if HEAD in weights else EMBED
         self.linear = Linear(weights, name, ctx, torch.float32)
         spec = weights[name].spec
         self.widths = [local_shape(spec, ctx.partitions, rank)[0] for rank in range(ctx.world)]
-        self.comm = ctx.comm
+        self.comm, self.ops = ctx.comm, ctx.ops
+        self.shortlist: Shortlist | None = None
 
-    def __call__(self, x_LH: torch.Tensor) -> torch.Tensor:
-        return self.comm.all_gather(self.linear(x_LH), self.widths)
+    def make_shortlist(self) -> None:
+        """Keep a copy in 8 bits beside a plain weight; on every rank, or on none."""
+        self.shortlist = make_shortlist(self.linear.parts[0].plain)
+
+    def lists(self, rows: int) -> bool:
+        """Whether there can be a list for so many rows."""
+        return self.shortlist is not None and 0 < rows <= LISTED_ROWS
+
+    def __call__(self, x_LH: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        """keep: how many of each row's likeliest matter; 0: all."""
+        if keep and self.shortlist is not None and self.lists(len(x_LH)):
+            own_LV = self.ops.shortlist_logits(x_LH, self.linear.parts[0].plain, self.shortlist, keep)
+        else:
+            own_LV = self.linear(x_LH)
+        return self.comm.all_gather(own_LV, self.widths)

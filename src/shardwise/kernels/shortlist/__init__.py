@@ -1,0 +1,1 @@
+"""Logits of those tokens alone that can be among the likeliest: exact, by half the reads of a plain head."""
