@@ -20,8 +20,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from shardwise.engine.processes import die_with_parent
+from shardwise.kernels.moe_block import combine
 from shardwise.kernels.moe_block import reference as moe_block
 from shardwise.kernels.moe_block import triton as moe_fast
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.norm.triton import add_rms_norm
 from shardwise.kernels.peer_sum import reference
 from shardwise.kernels.peer_sum.mail import EMPTY_WORD
@@ -62,6 +64,9 @@ def value_checks(
     for tokens, width in ((1, 2048), (3, 2048), (64, 2048), (65, 2048), (128, 2048)):
         if tokens * width <= most:
             yield f"norm of {tokens} x {width}", partial(right_norm, base, peers, tokens, width, device)
+    for tokens in (2, 4, 64, 130):
+        if tokens * 2048 <= most:
+            yield f"experts of {tokens}", partial(right_combine, base, peers, tokens, device)
     for turn in range(3):
         yield f"choice {turn}", partial(right_choice, base, peers, device)
     for rows, given in ((1, (124_160, 124_160)), (3, (5, 7)), (4, (1000, 1)), (2, (64, 0)), (2, (0, 5))):
@@ -97,6 +102,26 @@ def right_norm(base: TorchCommunicator, peers: PeerCommunicator, tokens: int, wi
     expected, sums = reference.peer_norm(parts_of(base, x), residual, weight, EPS)
     close = (normed.float() - expected.float()).abs().max() < 2**-4
     return same(total, sums) and bool(close) and bool(normed.isfinite().all())
+
+
+def experts_of(tokens: int, device: torch.device) -> tuple[Outputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Outputs of eight experts a token and of the shared one, and the choice and gate."""
+    ids = torch.arange(tokens * 8, dtype=torch.int32, device=device).view(tokens, 8)
+    choice = ids, torch.rand(tokens, 8, device=device), torch.randn(tokens, 257, device=device)[:, 256:]
+    return Outputs(torch.randn(tokens * 8, 2048, device=device), torch.randn(tokens, 2048, device=device)), choice
+
+
+def right_combine(base: TorchCommunicator, peers: PeerCommunicator, tokens: int, device: torch.device) -> bool:
+    """The part of the sum is another launch's, and so may be its order of adding."""
+    _, residual, weight = inputs(base, tokens, 2048, device)
+    outputs, choice = experts_of(tokens, device)
+    over_ranks = peers.for_block(residual)
+    assert over_ranks is not None
+    normed, total = over_ranks(outputs, choice, residual, weight, EPS)
+    part = (outputs.y_MH.view(tokens, 8, 2048) * choice[1][..., None]).sum(1) + outputs.shared_TH * choice[2].sigmoid()
+    expected, sums = reference.peer_norm(parts_of(base, part), residual, weight, EPS)
+    near = torch.allclose(total, sums, 1e-4, 1e-4) and bool((normed.float() - expected.float()).abs().max() < 2**-4)
+    return near and all(same(total, other) for other in parts_of(base, total))
 
 
 def right_choice(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device) -> bool:
@@ -191,6 +216,11 @@ def times(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device
             "torch": partial(one_shot, buffer[: x.numel()].view(x.shape), x, "sum", base.data.group_name),
             "norm": partial(add_rms_norm, x, residual, weight, EPS, True),
         }
+        outputs, choice = experts_of(x.shape[0], device)
+        ways["experts+ours+norm"] = partial(
+            peers.combining.peer_combine, outputs, choice, residual, weight, EPS, peers.mail
+        )
+        ways["experts"] = partial(combine.combine, outputs, *choice, True)
         if x.shape[0] == 1:
             router, arrivals = make_weight((257, 2048), "bf16", 1, "cuda"), torch.zeros_like(peers.mail.state[0, :1])
             how = router.plain, 8, arrivals, peers.mail

@@ -17,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.reference import norm_route
 from shardwise.kernels.peer_sum import reference
+from shardwise.kernels.peer_sum.combine import peer_combine
 from shardwise.kernels.peer_sum.mail import BLOCK, EMPTY_WORD, SLOTS, Mail, inbox_words
 from shardwise.kernels.peer_sum.route import peer_route
 from shardwise.kernels.peer_sum.triton import peer_gather, peer_norm, peer_sum
@@ -41,6 +43,8 @@ MESSAGES: tuple[Message, ...] = (
     ("gather", (1, 4, 0)),
     ("route", (1, 100)),
     ("route", (1, 64)),
+    ("combine", (2, 64)),
+    ("combine", (5, 100)),
     ("sum", (3, 1000)),
 )
 
@@ -68,6 +72,20 @@ def parts_of(rank: int, n: int, shape: Sequence[int]) -> torch.Tensor:
     return given_to(rank, n, (1 + rank, *shape))
 
 
+def experts_of(rank: int, n: int, shape: tuple[int, ...]) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
+    """A rank's outputs of 3 experts a token and of the shared one, and the choice and gate, which all ranks have."""
+    rows, width = shape
+    y_MH, shared_TH = given_to(rank, n, (rows * 3, width)), given_to(rank, n + 50, shape)
+    ids = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
+    return Outputs(y_MH, shared_TH), (ids, given_to(7, n, (rows, 3)).abs(), given_to(6, n, (rows, 1)))
+
+
+def weighted(outputs: Outputs, choice: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    _, weights_Tk, gate_T1 = choice
+    routed_TH = (outputs.y_MH.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(1)
+    return outputs.shared_TH * gate_T1.sigmoid() + routed_TH
+
+
 def widths_of(shape: Sequence[int], world: int) -> list[int]:
     return [shape[1 + rank % (len(shape) - 1)] for rank in range(world)]
 
@@ -77,6 +95,8 @@ def expected(n: int, what: str, shape: tuple[int, ...], world: int) -> tuple[tor
         widths = widths_of(shape, world)
         return (reference.peer_gather([given_to(rank, n, (shape[0], widths[rank])) for rank in range(world)]),)
     parts = [given_to(rank, n, shape) for rank in range(world)]
+    if what == "combine":
+        parts = [weighted(*experts_of(rank, n, shape)) for rank in range(world)]
     if what == "sum":
         return (reference.peer_sum(parts),)
     if what == "route":
@@ -106,6 +126,10 @@ def answers(rank: int, mail: Mail, messages: Sequence[Message], pause_s: float) 
                 inputs = given_to(rank, n, shape), given_to(9, n, shape), given_to(8, n, shape[-1:]), EPS
                 found.append(peer_route(*inputs, router.plain, 3, arrivals, mail))
                 assert arrivals.tolist() == [0]
+            elif what == "combine":
+                outputs, choice = experts_of(rank, n, shape)
+                rest = given_to(9, n, shape), given_to(8, n, shape[-1:]).bfloat16(), EPS, mail
+                found.append(peer_combine(outputs, choice, *rest))  # type: ignore[arg-type]
             else:
                 weight = given_to(8, n, shape[-1:]).bfloat16()
                 x = parts_of(rank, n, shape) if what == "parts" else given_to(rank, n, shape)
@@ -146,9 +170,10 @@ def test_ranks_agree_bit_for_bit_with_sums_in_their_order(world: int) -> None:
             if what in ("norm", "parts"):  # its own sum may be in any order, though alike on all ranks
                 torch.testing.assert_close(got[0], known[0].float(), atol=2e-2, rtol=2e-2)
                 assert torch.equal(got[0], torch.from_numpy(found[0][n][0]))
-            if what == "route":
+            if what in ("route", "combine"):
                 for one, other, first in zip(got, known, found[0][n], strict=True):
-                    torch.testing.assert_close(one, other.float(), atol=2e-5, rtol=2e-5)
+                    close = 2e-2 if other.dtype == torch.bfloat16 else 2e-5
+                    torch.testing.assert_close(one, other.float(), atol=close, rtol=close)
                     assert torch.equal(one, torch.from_numpy(first))
                 continue
             assert torch.equal(got[-1], known[-1]), (n, what, shape, rank)
