@@ -116,6 +116,8 @@ def bench_linears(form: str, tokens: int, pdl: bool, ranks: int = 1) -> Iterator
         copies = copies_of(nbytes)
         sets = [sample, *([make_weight((n, columns), kind, i, "cuda") for n, kind in zip(rows, forms, strict=True)]
                           for i in range(2, copies + 1))]  # fmt: skip
+        for weights in sets if name == "delta in" else ():
+            linears.adjoin(weights[:2])
         dtypes = [torch.float32 if n == ba or name == "out" else None for n in rows]
         added, residual = random(tokens, columns, dtype=torch.float32), random(tokens, columns, dtype=torch.float32)
         factor, seqs = random(columns, scale=0.1), sequences(tokens)

@@ -20,8 +20,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from shardwise.engine.processes import die_with_parent
+from shardwise.kernels.moe_block import combine
 from shardwise.kernels.moe_block import reference as moe_block
 from shardwise.kernels.moe_block import triton as moe_fast
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.norm.triton import add_rms_norm
 from shardwise.kernels.peer_sum import reference
 from shardwise.kernels.peer_sum.mail import EMPTY_WORD
@@ -31,7 +33,7 @@ from shardwise.parallel.peers import PeerCommunicator, open_mail
 from tests.kernels.weights import make_weight
 
 EPS = 1e-6
-SIZES = (8192, 32768, 131072, 524288, 1048576)  # bytes
+SIZES = (8192, 32768, 131072, 524288, 1048576, 4194304)  # bytes, as far as inboxes take them
 
 
 def parts_of(base: TorchCommunicator, x: torch.Tensor) -> list[torch.Tensor]:
@@ -59,8 +61,9 @@ def value_checks(
             x = torch.randn(count, device=device).to(dtype)
             x[::7] = -0.0
             yield f"sum of {count} {dtype}", partial(right_sum, base, peers, x)
-    for tokens, width in ((1, 2048), (3, 2048), (64, 2048), (65, 2048), (128, 2048)):
-        if tokens * width <= most:
+    fitting = min(most, peers.mail.capacity)  # 300 rows: several of a program
+    for tokens, width in ((1, 2048), (3, 2048), (64, 2048), (65, 2048), (128, 2048), (300, 2048)):
+        if tokens * width <= fitting:
             yield f"norm of {tokens} x {width}", partial(right_norm, base, peers, tokens, width, device)
     for turn in range(3):
         yield f"choice {turn}", partial(right_choice, base, peers, device)
@@ -72,6 +75,12 @@ def value_checks(
         yield f"gather of {rows} x {widths}", partial(right_gather, base, peers, x, widths)
     ids = torch.arange(5, device=device) + 1000 * base.rank
     yield "broadcast", lambda: peers.broadcast(ids).tolist() == [0, 1, 2, 3, 4]
+    for tokens in (2, 4, 64, 128, 300):
+        for mixed in (False, True):  # some ranks have their weighted sums already
+            if tokens * 2048 <= fitting:
+                name = f"experts of {tokens}{', or their sums' * mixed}"
+                yield name, partial(right_combine, base, peers, tokens, device, mixed)
+    yield "what is too much", partial(right_refusal, peers, device)
 
 
 def right_sum(base: TorchCommunicator, peers: PeerCommunicator, x: torch.Tensor) -> bool:
@@ -99,7 +108,41 @@ def right_norm(base: TorchCommunicator, peers: PeerCommunicator, tokens: int, wi
     return same(total, sums) and bool(close) and bool(normed.isfinite().all())
 
 
+def experts_of(tokens: int, device: torch.device) -> tuple[Outputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Outputs of eight experts a token and of the shared one, and the choice and gate."""
+    ids = torch.arange(tokens * 8, dtype=torch.int32, device=device).view(tokens, 8)
+    choice = ids, torch.rand(tokens, 8, device=device), torch.randn(tokens, 257, device=device)[:, 256:]
+    return Outputs(torch.randn(tokens * 8, 2048, device=device), torch.randn(tokens, 2048, device=device)), choice
+
+
+def right_combine(
+    base: TorchCommunicator, peers: PeerCommunicator, tokens: int, device: torch.device, mixed: bool
+) -> bool:
+    """The part of the sum is another launch's, and so may be its order of adding."""
+    _, residual, weight = inputs(base, tokens, 2048, device)
+    outputs, choice = experts_of(tokens, device)
+    over_ranks = peers.for_block(residual)
+    assert over_ranks is not None
+    part = reference.weighted(*outputs, choice)
+    normed, total = over_ranks(part if mixed and base.rank == 0 else outputs, choice, residual, weight, EPS)
+    expected, sums = reference.peer_norm(parts_of(base, part), residual, weight, EPS)
+    near = torch.allclose(total, sums, 1e-4, 1e-4) and bool((normed.float() - expected.float()).abs().max() < 2**-4)
+    return near and all(same(total, other) for other in parts_of(base, total))
+
+
+def right_refusal(peers: PeerCommunicator, device: torch.device) -> bool:
+    """What is none, too wide, or too much for an inbox goes another way, the same on all ranks."""
+    widest, capacity = peers.combining.WIDEST, peers.mail.capacity
+    shapes = ((0, 2048), (2, widest + 1), (capacity // 2048 + 1, 2048)), ((1, widest), (capacity // 2048, 2048))
+    refused, taken = ([peers.for_block(torch.empty(*shape, device=device)) for shape in each] for each in shapes)
+    limit, peers.limit_bytes = peers.limit_bytes, 8192
+    low = [peers.for_block(torch.empty(rows, 2048, dtype=torch.bfloat16, device=device)) for rows in (1, 2)]
+    peers.limit_bytes = limit
+    return refused == [None] * 3 and None not in taken and low[0] is not None and low[1] is None
+
+
 def right_choice(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device) -> bool:
+    """Experts are told by their shares: two that are all but equal may come in either order."""
     router, arrivals = (
         make_weight((257, 2048), "bf16", 1, str(device)),
         torch.zeros(1, dtype=torch.int32, device=device),
@@ -110,7 +153,9 @@ def right_choice(base: TorchCommunicator, peers: PeerCommunicator, device: torch
     routed = promise.routed(residual, weight, EPS, [router], 8, arrivals)
     assert routed is not None
     known = moe_block.norm_route(reference.peer_sum(parts_of(base, x)), residual, weight, EPS, [router], 8)
-    return all(torch.allclose(a.float(), b.float(), 0.02, 0.02) for a, b in zip(routed, known, strict=True))
+    alike = [(routed[n], known[n]) for n in (0, 1, 4)]
+    shares = [torch.zeros(1, 256, device=device).scatter(1, ids.long(), of) for _, _, of, ids, _ in (routed, known)]
+    return all(torch.allclose(a.float(), b.float(), 0.02, 0.02) for a, b in (*alike, (shares[0], shares[1])))
 
 
 def checked(base: TorchCommunicator, checks: Iterable[Check]) -> list[str]:
@@ -182,7 +227,7 @@ def times(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device
     buffer = symmetric.empty(1 << 20, dtype=torch.float32, device=device)
     symmetric.rendezvous(buffer, base.data.group_name)
     kernels, one_shot = peers.kernels, torch.ops.symm_mem.one_shot_all_reduce_copy
-    for size in SIZES:
+    for size in sizes_of(peers):
         x, residual, weight = activations(size, device)
         ways: dict[str, Callable[[], Any]] = {
             "ours": partial(kernels.peer_sum, x, peers.mail),
@@ -191,6 +236,11 @@ def times(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device
             "torch": partial(one_shot, buffer[: x.numel()].view(x.shape), x, "sum", base.data.group_name),
             "norm": partial(add_rms_norm, x, residual, weight, EPS, True),
         }
+        outputs, choice = experts_of(x.shape[0], device)
+        ways["experts+ours+norm"] = partial(
+            peers.combining.peer_combine, outputs, choice, residual, weight, EPS, peers.mail
+        )
+        ways["experts"] = partial(combine.combine, outputs, *choice, True)
         if x.shape[0] == 1:
             router, arrivals = make_weight((257, 2048), "bf16", 1, "cuda"), torch.zeros_like(peers.mail.state[0, :1])
             how = router.plain, 8, arrivals, peers.mail
@@ -208,6 +258,10 @@ def times(base: TorchCommunicator, peers: PeerCommunicator, device: torch.device
         table[name] = {way: microseconds(fn, device) for way, fn in ways.items()}
         tell(base, name, table[name])
     return table
+
+
+def sizes_of(peers: PeerCommunicator) -> list[int]:
+    return [size for size in SIZES if size <= peers.most_bytes]
 
 
 def activations(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -228,7 +282,7 @@ def by_programs(base: TorchCommunicator, peers: PeerCommunicator, device: torch.
         settle(peers, base, device)
         row = {
             str(size): microseconds(partial(peers.kernels.peer_norm, *activations(size, device), EPS, mail), device)
-            for size in SIZES
+            for size in sizes_of(peers)
         }
         one = activations(SIZES[0], device)
         row["choice"] = microseconds(partial(peers.routing.peer_route, *one, EPS, *how, mail), device)

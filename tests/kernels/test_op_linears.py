@@ -1,12 +1,24 @@
 """Several linears of one normed input: Triton against the reference, in every format, with the convolution behind."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from shardwise.kernels.linear.tiles import Target
-from shardwise.kernels.linears import reference
+from shardwise.checkpoint.load import load
+from shardwise.checkpoint.synth import DummySource
+from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linear.tiles import Target, operand
+from shardwise.kernels.linears import neighbours, reference
 from shardwise.kernels.linears import triton as fast
 from shardwise.kernels.linears.reference import Conv
+from shardwise.kernels.ops import select
+from shardwise.layers.delta import DeltaState, GatedDeltaNet, declare, declare_cache
+from shardwise.layers.linear import Norm
+from shardwise.parallel.comm import Alone
+from shardwise.parallel.context import RankContext
+from shardwise.shard import Partition, Stored, local_shape
 from tests.kernels.states import ROWS, make_steps, poison_fresh
 from tests.kernels.weights import make_weight
 
@@ -118,6 +130,110 @@ def test_few_rows_for_many_tokens(device):
     weights, x = [make_weight((19, 64), "fp32", 1, str(device))], randn(37, 64).to(device)
     (expected,), (got,) = reference.linears(x, weights, [None]), fast.linears(x, weights, [None])
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def products_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Rows of the outputs of each product of neighbours that is made from now on."""
+    made = list[list[int]]()
+
+    def product(*given: Any) -> list[torch.Tensor]:
+        found = neighbours.product(*given)
+        made.append([y.shape[1] for y in found])
+        return found
+
+    monkeypatch.setattr(fast, "product", product)
+    return made
+
+
+@pytest.mark.usefixtures("poison")
+def test_neighbours_are_one_product(device, monkeypatch):
+    """Outputs are slices of wider rows, one of which goes through the convolution; others are left where they are."""
+    shapes = (40, 24), (21, 24), (6, 24)
+    weights = [make_weight(shape, "fp32", n, str(device)) for n, shape in enumerate(shapes)]
+    conv, again = conv_of(36, 40, [17, 19], device), conv_of(36, 40, [17, 19], device)
+    x, dtypes = randn(36, 24).to(device), [None, None, torch.bfloat16]
+    expected, made = reference.linears(x, weights, dtypes, conv), products_of(monkeypatch)
+    fast.adjoin([make_weight((8, 128), "fp8_block", 1, str(device)), weights[0]])
+    fast.adjoin(weights[:2])
+    got = fast.linears(x, weights, dtypes, again)
+    assert made == [[40, 21]]
+    assert got[1].stride(0) == 61
+    for mine, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    torch.testing.assert_close(again.state_RCW1, conv.state_RCW1, equal_nan=True)
+    assert neighbours.product(x, weights[1:], [x.dtype] * 2) == []
+
+
+@pytest.mark.parametrize(("tokens", "joined"), [(0, 0), (2, 0), (32, 0), (33, 1), (512, 1), (513, 0)])
+@pytest.mark.usefixtures("poison")
+def test_neighbours_are_one_product_for_as_many_tokens_as_were_measured(tokens, joined, device, monkeypatch):
+    weights, x = [make_weight((n, 16), "fp32", n, str(device)) for n in (9, 5)], randn(tokens, 16).to(device)
+    fast.adjoin(weights)
+    expected, made = reference.linears(x, weights, [None, None]), products_of(monkeypatch)
+    for mine, right in zip(fast.linears(x, weights, [None, None]), expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=2e-5, atol=2e-5)
+    assert made == [[9, 5]] * joined
+
+
+def test_only_what_is_alike_and_in_one_piece_of_memory_is_adjoined(device):
+    def given(*shapes: tuple[int, int]) -> list[Weight]:
+        return [make_weight(shape, "fp32", n, str(device)) for n, shape in enumerate(shapes)]
+
+    x = randn(40, 24).to(device)
+    for weights in (given((8, 24)), given((8, 24), (0, 24)), given((8, 24), (4, 16)),
+                    [*given((8, 24)), make_weight((8, 24), "fp16", 1, str(device))]):  # fmt: skip
+        before = [weight.plain.data_ptr() for weight in weights]
+        fast.adjoin(weights)
+        assert [weight.plain.data_ptr() for weight in weights] == before
+        assert neighbours.product(x, weights, [x.dtype] * len(weights)) == []
+    assert neighbours.product(x, given((0, 24), (0, 24)), [x.dtype] * 2) == []
+    assert neighbours.product(x, [], []) == []
+    first, last, other = given((8, 24), (4, 24), (2, 24))
+    fast.adjoin([first, last])
+    rows = [y.shape[1] for y in neighbours.product(x, [first, last, other], [x.dtype] * 3)]
+    assert rows == [8, 4]  # whatever is behind them
+    for weights, dtypes in (([last, first], [x.dtype] * 2), ([first, last], [x.dtype, torch.bfloat16])):
+        assert neighbours.product(x, weights, dtypes) == []
+    assert neighbours.product(x.double(), [first, last], [torch.float64] * 2) == []
+
+
+def test_kernels_find_weights_that_were_moved(device):
+    """What they made of a weight before is of the place where it was."""
+    weights, x = [make_weight((n, 32), "fp32", n, str(device)) for n in (9, 5)], randn(3, 32).to(device)
+    expected = fast.linears(x, weights, [None, None])
+    before = [weight.plain.clone() for weight in weights]
+    fast.adjoin(weights)
+    for n, weight in enumerate(weights):
+        assert torch.equal(weight.plain, before[n])
+        assert operand(weight, False).value.data_ptr() == weight.plain.data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(fast.linears(x, weights, [None, None]), expected, strict=True))
+
+
+@pytest.mark.parametrize(("bounds", "rank"), [((0, 2), 0), ((0, 1, 2), 1), ((0, 2, 2), 0), ((0, 2, 2), 1)])
+@pytest.mark.usefixtures("poison")
+def test_a_layer_whose_inputs_are_one_product(bounds, rank, device, monkeypatch):
+    """Convolution, delta rule and gated norm read slices of wider rows; a rank may have no heads."""
+    config: Any = SimpleNamespace(
+        hidden_size=32, delta_key_heads=2, delta_value_heads=2, delta_key_dim=16, delta_value_dim=16, conv_width=4,
+        rms_norm_eps=EPS,
+    )  # fmt: skip
+    specs = declare(config, "layer", "source", lambda _: (Stored("", "F32"),), "F32")
+    cuts, made, found = {"delta": Partition(bounds)}, products_of(monkeypatch), []
+    queries, contexts = [1, 21, 15], [5, 0, 3]
+    seqs, x = make_steps(contexts, queries, device), randn(37, 32).to(device)
+    for name in ("reference", "triton"):
+        weights = load(specs, cuts, rank, DummySource(specs.values(), std=0.2), device)
+        ops = select(name, device)
+        layer = GatedDeltaNet(config, weights, "layer", RankContext(rank, 1, cuts, Alone(), ops, device, torch.float32))
+        shapes = [(ROWS, *local_shape(spec, cuts, rank)) for spec in declare_cache(config, "layer", "F32").values()]
+        state = DeltaState(*[poison_fresh(randn(*shape).to(device), seqs) for shape in shapes])
+        out_TH, total_TH = layer(None, x, Norm(torch.zeros(32, device=device), EPS), seqs, state)
+        found.append((out_TH.sum(0), total_TH, state.conv, state.delta))
+    assert made == [
+        [96, 32] if bounds[-1] == bounds[rank + 1] - bounds[rank] else [48, 16] if bounds == (0, 1, 2) else []
+    ]
+    for mine, right in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -1,5 +1,7 @@
 """A block of experts: Triton against the composition of single operations, in every format, over odd sizes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from shardwise.kernels.linear import arrange
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.kernels.moe_block import Then, reference
 from shardwise.kernels.moe_block import triton as fast
+from shardwise.kernels.norm.reference import add_rms_norm
+from shardwise.kernels.peer_sum.reference import weighted
 from tests.kernels.weights import make_weight
 
 SMALL, NATIVE = Target(native_fp8=False, shared_kib=64), Target(native_fp8=True, shared_kib=227)
@@ -103,6 +107,33 @@ def test_moe_shared_with_the_norm_that_follows(form, tokens, device):
     for got, expected in zip(fast.moe_shared(*arguments), reference.moe_shared(*arguments), strict=True):
         assert got.dtype == expected.dtype
         assert relative(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "inner", "whole"),
+    [("fp32", 3, 16, False), ("fp32", 36, 16, False), ("nvfp4", 2, 16, True), ("fp32", 3, 0, True)],
+)
+def test_moe_shared_with_what_sums_over_ranks(form, tokens, inner, whole, device):
+    """That is given what is to be added, or the sum; a rank may have no columns of experts."""
+    up, down = make_weight((5, 2 * inner, 40), form, 1, str(device)), make_weight((5, 40, inner), form, 2, str(device))
+    shared = [make_weight((32, 40), form, 3, str(device))], [make_weight((40, 16), form, 4, str(device))]
+    ids = torch.tensor([[0, 4, 2], [1, 2, 3], [3, 1, 0]] * 12, dtype=torch.int32, device=device)[:tokens]
+    weights = torch.rand(tokens, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    arguments = (randn(tokens, 40).to(device), up, down, ids, weights, *shared, randn(tokens, 7)[:, 6:].to(device))
+    rest, given = (randn(tokens, 40, seed=2).to(device), randn(40).to(device), EPS), []
+
+    def over_ranks(found: Any, choice: Any, *behind: Any) -> Any:
+        given.append(isinstance(found, torch.Tensor))
+        assert choice[0].is_contiguous()
+        assert choice[1].is_contiguous()
+        assert behind == rest
+        return add_rms_norm(found if given[-1] else weighted(*found, choice), *behind)
+
+    then, expected = Then(*rest, over_ranks), reference.moe_shared(*arguments, Then(*rest))
+    for module in (reference, fast):
+        for got, right in zip(module.moe_shared(*arguments, then), expected, strict=True):
+            assert relative(got, right) < 1e-5
+    assert given == [True, whole]
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

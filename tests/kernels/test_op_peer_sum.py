@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.reference import norm_route
 from shardwise.kernels.peer_sum import reference
+from shardwise.kernels.peer_sum.combine import peer_combine
 from shardwise.kernels.peer_sum.mail import BLOCK, EMPTY_WORD, SLOTS, Mail, inbox_words
 from shardwise.kernels.peer_sum.route import peer_route
 from shardwise.kernels.peer_sum.triton import peer_gather, peer_norm, peer_sum
@@ -41,6 +44,11 @@ MESSAGES: tuple[Message, ...] = (
     ("gather", (1, 4, 0)),
     ("route", (1, 100)),
     ("route", (1, 64)),
+    ("combine", (2, 64)),
+    ("combine", (5, 100)),
+    ("mixed", (4, 100)),
+    ("combine", (7, 1100)),
+    ("mixed", (1, 33)),
     ("sum", (3, 1000)),
 )
 
@@ -68,6 +76,21 @@ def parts_of(rank: int, n: int, shape: Sequence[int]) -> torch.Tensor:
     return given_to(rank, n, (1 + rank, *shape))
 
 
+Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def experts_of(rank: int, n: int, shape: tuple[int, ...]) -> tuple[Outputs, Choice]:
+    """A rank's outputs of 3 experts a token and of the shared one, and the choice and gate, which all ranks have.
+
+    Those of every other message are in bf16, as of pairs that were sorted; the gate is one of several columns.
+    """
+    rows, width = shape
+    y_MH, shared_TH = given_to(rank, n, (rows * 3, width)), given_to(rank, n + 50, shape)
+    ids = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
+    y_MH = y_MH.bfloat16() if n % 2 else y_MH
+    return Outputs(y_MH, shared_TH), (ids, given_to(7, n, (rows, 3)).abs(), given_to(6, n, (rows, 4))[:, 3:])
+
+
 def widths_of(shape: Sequence[int], world: int) -> list[int]:
     return [shape[1 + rank % (len(shape) - 1)] for rank in range(world)]
 
@@ -77,6 +100,9 @@ def expected(n: int, what: str, shape: tuple[int, ...], world: int) -> tuple[tor
         widths = widths_of(shape, world)
         return (reference.peer_gather([given_to(rank, n, (shape[0], widths[rank])) for rank in range(world)]),)
     parts = [given_to(rank, n, shape) for rank in range(world)]
+    if what in ("combine", "mixed"):
+        found = [experts_of(rank, n, shape) for rank in range(world)]
+        parts = [reference.weighted(*outputs, choice) for outputs, choice in found]
     if what == "sum":
         return (reference.peer_sum(parts),)
     if what == "route":
@@ -91,6 +117,7 @@ def expected(n: int, what: str, shape: tuple[int, ...], world: int) -> tuple[tor
 
 def answers(rank: int, mail: Mail, messages: Sequence[Message], pause_s: float) -> list[tuple[torch.Tensor, ...]]:
     """All messages from the point of view of one rank, which is late now and then."""
+    assert all(max(prod(shape), 1) <= mail.capacity for what, shape in messages if what != "gather")
     torch.set_num_threads(1)
     noise, found = random.Random(rank), list[tuple[torch.Tensor, ...]]()
     for n, (what, shape) in enumerate(messages):
@@ -106,6 +133,13 @@ def answers(rank: int, mail: Mail, messages: Sequence[Message], pause_s: float) 
                 inputs = given_to(rank, n, shape), given_to(9, n, shape), given_to(8, n, shape[-1:]), EPS
                 found.append(peer_route(*inputs, router.plain, 3, arrivals, mail))
                 assert arrivals.tolist() == [0]
+            elif what in ("combine", "mixed"):  # mixed: some ranks have their weighted sums already
+                outputs, choice = experts_of(rank, n, shape)
+                rest = given_to(9, n, shape), given_to(8, n, shape[-1:]).bfloat16(), EPS, mail
+                if what == "mixed" and rank != 1:
+                    found.append(peer_norm(reference.weighted(*outputs, choice), *rest))
+                else:
+                    found.append(peer_combine(outputs, choice, *rest))
             else:
                 weight = given_to(8, n, shape[-1:]).bfloat16()
                 x = parts_of(rank, n, shape) if what == "parts" else given_to(rank, n, shape)
@@ -146,9 +180,10 @@ def test_ranks_agree_bit_for_bit_with_sums_in_their_order(world: int) -> None:
             if what in ("norm", "parts"):  # its own sum may be in any order, though alike on all ranks
                 torch.testing.assert_close(got[0], known[0].float(), atol=2e-2, rtol=2e-2)
                 assert torch.equal(got[0], torch.from_numpy(found[0][n][0]))
-            if what == "route":
+            if what in ("route", "combine", "mixed"):
                 for one, other, first in zip(got, known, found[0][n], strict=True):
-                    torch.testing.assert_close(one, other.float(), atol=2e-5, rtol=2e-5)
+                    close = 2e-2 if other.dtype == torch.bfloat16 else 2e-5
+                    torch.testing.assert_close(one, other.float(), atol=close, rtol=close)
                     assert torch.equal(one, torch.from_numpy(first))
                 continue
             assert torch.equal(got[-1], known[-1]), (n, what, shape, rank)

@@ -1,6 +1,6 @@
 """What the ranks of the pool run in model tests: build a rank as the server does, then follow given plans."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,9 @@ class Promising(TorchCommunicator):
 
     def for_norm(self, x_TH: torch.Tensor) -> Partial:
         return Partial(x_TH, lambda x, *rest: add_rms_norm(self.all_reduce(x.clone()), *rest))
+
+    def for_block(self, x_TH: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        return lambda outputs_TH, _, *rest: add_rms_norm(self.all_reduce(outputs_TH.clone()), *rest)
 
 
 @lru_cache(maxsize=4)

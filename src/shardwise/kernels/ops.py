@@ -33,6 +33,7 @@ class Ops:
     silu_mul: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     arranged: Callable[..., Any]
+    adjoin: Callable[..., None]
     linears: Callable[..., list[torch.Tensor]]
     linear_parts: Callable[..., torch.Tensor]
     norm_linears: Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
@@ -81,6 +82,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         silu_mul=moe.silu_mul,
         linear=linear.linear,
         arranged=linear.arranged,
+        adjoin=linears.adjoin,
         linears=linears.linears,
         linear_parts=linears.linear_parts,
         norm_linears=linears.norm_linears,

@@ -85,6 +85,7 @@ class GatedDeltaNet:
         self.key_heads = max(key_map, default=-1) + 1
         self.key_map_V = torch.tensor(key_map, dtype=torch.int32, device=ctx.device)
         self.qkv, self.z = Linear(weights, f"{name}.qkv", ctx), Linear(weights, f"{name}.z", ctx)
+        ctx.ops.adjoin([*self.qkv.parts, *self.z.parts])
         self.ba = Linear(weights, f"{name}.ba", ctx, torch.float32)
         self.out = Linear(weights, f"{name}.out", ctx)
         self.conv_CW = weights[f"{name}.conv"].plain.squeeze(1)

@@ -120,6 +120,7 @@ class Moe:
         self.router = Linear(weights, f"{name}.router", ctx, torch.float32)
         self.shared = Mlp(weights, f"{name}.shared", ctx)
         self.top_k, self.ops, self.alone = config.experts_per_token, ctx.ops, ctx.world == 1
+        self.comm = ctx.comm
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=ctx.device)
 
     def __call__(
@@ -127,13 +128,16 @@ class Moe:
     ) -> tuple[torch.Tensor | Partial, torch.Tensor]:
         """This rank's part of the output, fp32, and the new residual.
 
-        Every rank routes alike; each computes its columns of every expert. Where one rank has all of them, several
-        tokens go through with the norm that comes next; a single one is normed by the linears behind it.
+        Every rank routes alike; each computes its columns of every expert. Several tokens go through with the norm that
+        comes next, where one rank has all or peers' memory sums; a single one is normed by what is behind it.
         """
         x_TH, residual_TH, weights_Tk, ids_Tk, gate_T1 = self._route(added_TH, residual_TH, norm)
         chosen, experts = (ids_Tk, weights_Tk, self.shared.gate_up.parts, self.shared.down.parts, gate_T1), self.experts
-        if self.alone and len(x_TH) > 1 and isinstance(experts, Resident):
-            return Partial(x_TH, lambda x_TH, *then: experts.then(Then(*then), x_TH, *chosen)), residual_TH
+        together = self.comm.for_block(x_TH)
+        if (self.alone or together) and len(x_TH) > 1 and isinstance(experts, Resident):
+            return Partial(
+                x_TH, lambda x_TH, *then: experts.then(Then(*then, over_ranks=together), x_TH, *chosen)
+            ), residual_TH
         return experts(x_TH, *chosen), residual_TH
 
     def _route(

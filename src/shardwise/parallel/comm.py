@@ -61,6 +61,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def for_block(self, x_TH: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+        """What sums a block of experts of x over ranks, with the norm behind it (Then.over_ranks); or None."""
+        ...
+
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """All ranks' `x` [.., widths[rank]], joined on the last axis in the order of ranks."""
         ...
@@ -95,6 +99,9 @@ class Alone:
     def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
         return x_TH
 
+    def for_block(self, x_TH: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+        return None
+
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         return x
 
@@ -127,6 +134,9 @@ class TorchCommunicator:
 
     def for_norm(self, x_TH: torch.Tensor) -> torch.Tensor | Partial:
         return self.all_reduce(summed(x_TH))
+
+    def for_block(self, x_TH: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+        return None
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         if len(set(widths)) > 1:

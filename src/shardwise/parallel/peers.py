@@ -5,9 +5,9 @@ a sum is in the same launch. kernels/peer_sum says how. Multicast of the switch 
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,11 @@ class PeerCommunicator(TorchCommunicator):
 
     def __init__(self, base: TorchCommunicator, mail: "Mail") -> None:
         super().__init__(base.data, base.control)
+        import shardwise.kernels.peer_sum.combine as combining
         import shardwise.kernels.peer_sum.route as routing
         import shardwise.kernels.peer_sum.triton as kernels
 
-        self.kernels, self.routing, self.mail = kernels, routing, mail
+        self.kernels, self.routing, self.combining, self.mail = kernels, routing, combining, mail
         self.limit_bytes = self.most_bytes = mail.capacity * WORD_BYTES
 
     def patient(self) -> "PeerCommunicator":
@@ -63,6 +64,24 @@ class PeerCommunicator(TorchCommunicator):
         self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kernels.peer_norm(x_TH.contiguous(), residual_TH.contiguous(), weight_H, eps, self.mail)
+
+    def for_block(self, x_TH: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+        """For what is then a message of fp32, whatever x is."""
+        fits = self._fits(x_TH.numel(), torch.float32) and x_TH.shape[-1] <= self.combining.WIDEST
+        return self._combine if fits else None
+
+    def _combine(
+        self,
+        outputs: Any,
+        choice: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of outputs of experts, or of their weighted sum."""
+        if isinstance(outputs, torch.Tensor):
+            return self._norm(outputs, residual_TH, weight_H, eps)
+        return self.combining.peer_combine(outputs, choice, residual_TH.contiguous(), weight_H, eps, self.mail)
 
     def _route(
         self,

@@ -61,3 +61,7 @@ def linears(
 def linear_parts(x_TI: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Parts [S, T, H] in fp32 whose sum over S, in their order, is x @ weight.T: for the norm that comes next."""
     return linear(x_TI, weight, torch.float32)[None]
+
+
+def adjoin(weights: Sequence[Weight]) -> None:
+    """Where they lie makes no difference here; kernels move weights of one input to one place."""

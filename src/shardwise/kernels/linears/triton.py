@@ -22,6 +22,8 @@ from shardwise.kernels.linear.geometry import Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears import fragments, held
+from shardwise.kernels.linears.neighbours import adjoin as adjoin
+from shardwise.kernels.linears.neighbours import product
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
@@ -33,6 +35,7 @@ PARTS = 3  # weights of one launch at most
 STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any other: single products
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
+NEIGHBOURS_TOKENS = 33, 512  # weights that lie one behind another are one product for these, as measured on an H200
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 
@@ -94,7 +97,10 @@ def linears(
     if conv is not None and x_TH.shape[0] > TILE_TOKENS:
         outputs = _joined(x_TH, weights, dtypes, None, target, pdl)
     if outputs is None:
-        outputs = [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in zip(weights, dtypes, strict=True)]
+        least, most = NEIGHBOURS_TOKENS
+        outputs = product(x_TH, weights, dtypes) if least <= x_TH.shape[0] <= most else []
+        rest = zip(weights[len(outputs) :], dtypes[len(outputs) :], strict=True)
+        outputs += [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in rest]
     if conv is not None:
         outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs

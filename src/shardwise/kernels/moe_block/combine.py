@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def _shares(ids, weights, gate, gate_stride, row, TOP_K: tl.constexpr, KP: tl.constexpr):
+def shares(ids, weights, gate, gate_stride, row, TOP_K: tl.constexpr, KP: tl.constexpr):
     """Of a token: its pairs, their shares, and that of the shared expert."""
     k_K = tl.arange(0, KP)
     at_K, ok_K = row * TOP_K + k_K, k_K < TOP_K
@@ -45,7 +45,7 @@ def _shares(ids, weights, gate, gate_stride, row, TOP_K: tl.constexpr, KP: tl.co
 
 
 @triton.jit
-def _sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, WIDTH):
+def weighted_sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, WIDTH):
     y_KH = tl.load(y + (pair_K * WIDTH)[:, None] + h_H[None, :], mask=ok_K[:, None] & ok_H[None, :], other=0)
     shared_H = tl.load(shared + row * WIDTH + h_H, mask=ok_H, other=0).to(tl.float32) * opened
     return shared_H + tl.sum(y_KH.to(tl.float32) * share_K[:, None], 0)
@@ -60,9 +60,9 @@ def combine_kernel(
     let_next_come(PDL)
     row, h_H = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok_H = h_H < hidden
-    pair_K, ok_K, share_K, opened = _shares(ids, weights, gate, gate_stride, row, TOP_K, KP)
+    pair_K, ok_K, share_K, opened = shares(ids, weights, gate, gate_stride, row, TOP_K, KP)
     after_previous(PDL)
-    out_H = _sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, hidden)
+    out_H = weighted_sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, hidden)
     tl.store(out + row * hidden + h_H, out_H, mask=ok_H)
 
 
@@ -75,11 +75,11 @@ def combine_norm_kernel(
     let_next_come(PDL)
     row, h_H = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     ok_H = h_H < WIDTH
-    pair_K, ok_K, share_K, opened = _shares(ids, weights, gate, gate_stride, row, TOP_K, KP)
+    pair_K, ok_K, share_K, opened = shares(ids, weights, gate, gate_stride, row, TOP_K, KP)
     before_H = tl.load(residual + row * WIDTH + h_H, mask=ok_H, other=0, cache_modifier=".cg").to(tl.float32)
     factor_H = 1.0 + tl.load(norm + h_H, mask=ok_H, other=0).to(tl.float32)
     after_previous(PDL)
-    added_H = _sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, WIDTH)
+    added_H = weighted_sum(y, shared, row, h_H, ok_H, pair_K, ok_K, share_K, opened, WIDTH)
     rounded_H = (added_H + before_H).to(total.dtype.element_ty)
     tl.store(total + row * WIDTH + h_H, rounded_H, mask=ok_H)
     x_H = rounded_H.to(tl.float32)

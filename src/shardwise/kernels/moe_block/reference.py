@@ -3,7 +3,7 @@
 Legend: T tokens, H hidden, E experts, k experts a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,16 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 class Then(NamedTuple):
-    """What follows a block whose output is whole: the sum with residual_TH, and the norm of the next layer."""
+    """What follows a block: the sum with residual_TH, and the norm of the next layer.
+
+    over_ranks: does both, if the block's output is a part of a sum over ranks, of the weighted sum or of what is to be
+    summed: (outputs, (ids, weights, gate), residual, norm, eps).
+    """
 
     residual_TH: torch.Tensor
     norm_H: torch.Tensor
     eps: float
+    over_ranks: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def norm_route(
@@ -70,4 +75,6 @@ def moe_shared(
     both_T2I = torch.cat(linears(x_TH, shared_gate_up, [None] * len(shared_gate_up)), -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32])
     out_TH = moe(x_TH, gate_up, down, ids_Tk, weights_Tk) + gate_T1.sigmoid() * shared_TH
-    return out_TH if then is None else add_rms_norm(out_TH, *then)
+    if then is not None and then.over_ranks is not None:
+        return then.over_ranks(out_TH, (ids_Tk, weights_Tk, gate_T1), *then[:3])
+    return out_TH if then is None else add_rms_norm(out_TH, *then[:3])

@@ -113,11 +113,13 @@ def moe_shared(
     choice = ids_Tk, weights_Tk, gate_T1
     shared = shared_gate_up, shared_down
     found = _block(x_TH, gate_up, down, *choice, *shared, target or target_of(x_TH.device), pdl)
+    if then is not None and then.over_ranks is not None:
+        return then.over_ranks(found, choice, *then[:3])
     if isinstance(found, combine.Outputs):
         if then is not None and x_TH.shape[1] <= combine.NORM_WIDTH:
             return combine.combine_norm(found, *choice, then, pdl)
         found = combine.combine(found, *choice, pdl)
-    return found if then is None else add_rms_norm(found, *then, pdl)
+    return found if then is None else add_rms_norm(found, *then[:3], pdl)
 
 
 def _block(

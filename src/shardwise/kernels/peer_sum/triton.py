@@ -15,7 +15,7 @@ import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.overlap import after_previous, let_next_come
-from shardwise.kernels.peer_sum import route
+from shardwise.kernels.peer_sum import combine, route
 from shardwise.kernels.peer_sum.mail import MOST_RANKS, Mail, constants, padded
 from shardwise.kernels.peer_sum.words import awaited, clear, done, push, sent, summed, value_of
 
@@ -194,3 +194,4 @@ def compile_cases() -> Iterator[CompileCase]:
         narrow = types | {"total": "i32"}
         yield CompileCase(peer_gather_kernel, signature(peer_gather_kernel, fixed, narrow), fixed, 4, 1)
     yield from route.compile_cases()
+    yield from combine.compile_cases()
