@@ -134,7 +134,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="start kernels early (sm_90)", **unset)
     group.add_argument(
-        "--no-shortlist", dest="shortlist", action="store_false", help="compute all logits, always", **unset
+        "--shortlist", action=argparse.BooleanOptionalAction, help="bound logits by a copy in 8 bits", **unset
     )
     group.add_argument("--comm", choices=choices("comm"), help="how ranks add up; auto measures", **unset)
     group = parser.add_argument_group("capacity")

@@ -41,7 +41,8 @@ def test_all_flags_reach_the_config():
         "m --tp 2 --ratio 5,3 --ratio expert=1,0 --device cpu --dtype float32 --load-format dummy --kernels reference "
         "--comm torch --max-model-len 100 --max-num-seqs 4 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 "
         "--kv-tokens 500 --page-tokens 16 --seed 7 --host 0.0.0.0 --port 0 --served-model-name a b --api-key k "
-        "--drain-seconds 2.5 --log-level debug --no-graphs --no-overlap --reasoning-parser none --max-body-bytes 1000 "
+        "--drain-seconds 2.5 --log-level debug --no-graphs --no-overlap --no-shortlist --reasoning-parser none "
+        "--max-body-bytes 1000 "
         "--gpu 1,GPU-8f2c --gpu-spec 24GiB:936GB/s --objective context "
         "--vision replicate --vision-cache-tokens 9 --max-image-pixels 5000 --max-images 3 --allow-remote-images any "
         "--allowed-media-path /pictures --kv-cache-dtype fp8 --no-ui "
@@ -54,7 +55,8 @@ def test_all_flags_reach_the_config():
         load_format="dummy", kernels="reference", comm="torch", max_model_len=100, max_num_seqs=4,
         max_num_batched_tokens=64, gpu_memory_utilization=0.5, kv_tokens=500, page_tokens=16, seed=7, host="0.0.0.0",
         port=0, served_model_name=("a", "b"), api_key="k", drain_seconds=2.5, log_level="debug",
-        graphs=False, overlap=False, kv_cache_dtype="fp8", reasoning_parser="none", max_body_bytes=1000, ui=False,
+        graphs=False, overlap=False, shortlist=False, kv_cache_dtype="fp8",
+        reasoning_parser="none", max_body_bytes=1000, ui=False,
         vision="replicate", vision_cache_tokens=9, max_image_pixels=5000, max_images=3, allow_remote_images="any",
         allowed_media_path="/pictures", gpu=("1", "GPU-8f2c"),
         gpu_spec="24GiB:936GB/s", objective="context", prefix_cache=False, snapshot_rows=3, snapshot_every=256,
@@ -62,8 +64,19 @@ def test_all_flags_reach_the_config():
         tool_call_parser="xml", max_queued_requests=9, grammar_backend="llguidance",
         experts="hybrid", expert_slots=40, bank_cache="/banks", kv_reserve_tokens=300,
     )  # fmt: skip
-    unlike = {"model", "ranks", "group_ratios", "graphs", "overlap", "device_profile", "ui", "prefix_cache"}
-    fields = {*ServeConfig.__struct_fields__, "no-graphs", "no-overlap", "no-ui", "no-prefix-cache"} - unlike
+    unlike = {
+        "model",
+        "ranks",
+        "group_ratios",
+        "graphs",
+        "overlap",
+        "shortlist",
+        "device_profile",
+        "ui",
+        "prefix_cache",
+    }
+    negated = {"no-graphs", "no-overlap", "no-shortlist", "no-ui", "no-prefix-cache"}
+    fields = {*ServeConfig.__struct_fields__, *negated} - unlike
     assert all(f"--{name.replace('_', '-')}" in text for name in fields)
 
 

@@ -258,7 +258,7 @@ class Engine:
             raise RequestRefused(str(error), "messages") from None
 
     def _plan_of(self, step: Step) -> StepPlan:
-        """The plan of `step`, with how many of the likeliest ids will do, and the pictures that ranks have to encode."""
+        """The plan of `step`, with how many of the likeliest ids will do, and the pictures that are to be encoded."""
         whole = any(chunk.prompt_logits for chunk in step.plan.chunks)
         return msgspec.structs.replace(self._with_pictures(step), keep=0 if whole else enough(step.sampled))
 
