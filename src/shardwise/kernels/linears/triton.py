@@ -35,7 +35,7 @@ PARTS = 3  # weights of one launch at most
 STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any other: single products
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
-NEIGHBOURS_TOKENS = 33, 512  # weights that lie one behind another are one product for these, as measured on an H200
+NEIGHBOURS_TOKENS = 17, 512  # weights that lie one behind another are one product for these, as measured on an H200
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 
