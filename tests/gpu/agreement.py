@@ -146,7 +146,7 @@ class Given:
 class Launched(DecodeGraphs):
     """Decode steps of the shapes that graphs have, without one: so that operations can be noted."""
 
-    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk], keep: int = 0) -> torch.Tensor:
         longest = max(chunk.start for chunk in chunks) + 1
         size = next(size for size in self.sizes if size >= len(chunks))
         length = next(length for length in self.lengths if length >= longest)

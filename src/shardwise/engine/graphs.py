@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shardwise.engine.plan import Chunk
+from shardwise.engine.sampler import LISTED
 from shardwise.engine.tables import PageTables
 from shardwise.kernels.sequences import Sequences
 from shardwise.models.qwen3_5 import LayerCache, Model
@@ -19,6 +20,7 @@ from shardwise.parallel.context import RankContext
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LENGTHS = (4096, 32768, 262144)  # tokens; a graph's launch grids are made for its longest
+KEEPS = (0, 1, LISTED)  # how many of the likeliest a graph's logits are for; 0: all are there
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class Inputs:
 class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    headed: bool  # whether the head is in the graph: else it comes after it, by the rows that a step has
-    out: torch.Tensor  # written anew by each replay: logits [B, V], or what the head makes them of
+    logits_BV: torch.Tensor  # written anew by each replay
 
 
 class DecodeGraphs:
-    """Captured on first use of a size and a length, or by `capture_all`; every rank captures and replays alike."""
+    """Captured on first use of a size, a length and one of KEEPS, or by `capture_all`; every rank captures and replays
+    alike."""
 
     def __init__(
         self,
@@ -80,24 +82,25 @@ class DecodeGraphs:
         rows, longest = min(len(tables.counts) - 1, most_tokens), tables.pages.shape[1] * tables.page_tokens
         self.sizes = [size for size in SIZES if size < rows] + [rows]
         self.lengths = [length for length in LENGTHS if length < longest] + [longest]
-        self.captured: dict[tuple[int, int], Captured] = {}
+        self.captured: dict[tuple[int, int, int], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture_all(self) -> None:
         """Capture every size at the shortest length and the smallest sizes at all; largest first, to share memory."""
         for length in self.lengths:
             for size in reversed(self.sizes if length == self.lengths[0] else self.sizes[:4]):
-                self._get(size, length)
+                for keep in KEEPS if self.model.head.lists(size) else KEEPS[:1]:
+                    self._get(size, length, keep)
 
     def run(self, chunks: Sequence[Chunk], keep: int = 0) -> torch.Tensor:
         """Logits [len(chunks), V] of chunks of one token each; overwritten by the next run. keep: as the head's."""
         longest = max(chunk.start for chunk in chunks) + 1
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
-        captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)])
+        keep = KEEPS[bisect_left(KEEPS, keep)] if keep <= KEEPS[-1] and self.model.head.lists(size) else 0
+        captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)], keep)
         self._fill(captured.inputs, chunks)
         captured.graph.replay()
-        found = captured.out[: len(chunks)]
-        return found if captured.headed else self.model.head(found, keep)
+        return captured.logits_BV[: len(chunks)]
 
     def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
         size, pages = inputs.seqs.pages_SP.shape
@@ -115,26 +118,23 @@ class DecodeGraphs:
         narrow[2 * size :].reshape(size, pages)[:count] = self.tables.pages[rows, :pages]
         inputs.words_X.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
 
-    def _get(self, size: int, length: int) -> Captured:
-        if (size, length) not in self.captured:
-            self.captured[size, length] = self._capture(size, length)
-        return self.captured[size, length]
+    def _get(self, size: int, length: int, keep: int = 0) -> Captured:
+        key = size, length, keep
+        if key not in self.captured:
+            self.captured[key] = self._capture(*key)
+        return self.captured[key]
 
     @torch.inference_mode()
-    def _capture(self, size: int, length: int) -> Captured:
+    def _capture(self, size: int, length: int, keep: int) -> Captured:
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
-        headed = not self.model.head.lists(size)
-        model = self.model if headed else self.model.hidden
 
         def step() -> torch.Tensor:
             tokens_B, positions_B = inputs.wide_3B[:2]
-            return model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=self.last_tokens)
+            last = self.last_tokens
+            return self.model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=last, keep=keep)
 
-        graph, out = captured(step, self.pool, self.ctx.device)
-        if not headed:
-            for keep in (0, 1):  # so that no request waits for a compiler
-                self.model.head(torch.zeros_like(out), keep)
-        return Captured(graph, inputs, headed, out)
+        graph, logits_BV = captured(step, self.pool, self.ctx.device)
+        return Captured(graph, inputs, logits_BV)
 
 
 def captured(

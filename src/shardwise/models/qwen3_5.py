@@ -139,27 +139,10 @@ class Model:
     ) -> torch.Tensor:
         """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`, None: of all; `caches` (one a layer) move on.
 
-        keep: as the head's; the rest as of `hidden`.
-        """
-        parts = tokens_T, positions_3T, seqs, caches, logit_rows_L, features_FH, feature_rows_F, last_tokens_R
-        return self.head(self.hidden(*parts), keep)
-
-    def hidden(
-        self,
-        tokens_T: torch.Tensor,
-        positions_3T: torch.Tensor,
-        seqs: Sequences,
-        caches: Sequence[LayerCache],
-        logit_rows_L: torch.Tensor | None,
-        features_FH: torch.Tensor | None = None,
-        feature_rows_F: torch.Tensor | None = None,
-        last_tokens_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What the head makes logits of, [L, H].
-
         tokens_T: int64 ids; positions_3T: int64, of time, height and width, or [T] if these are equal, as for text.
         features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
         last_tokens_R: ids that ids below zero stand for, -r for that of row r.
+        keep: how many of each row's likeliest matter, see Head; 0: all.
         """
         cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
         added_TH = self.comm.all_reduce(self.embedding(tokens_T, last_tokens_R))
@@ -175,4 +158,4 @@ class Model:
             x_TH, _ = added_TH.normed(residual_TH, self.norm, self.config.rms_norm_eps)
         else:
             x_TH, _ = self.ops.add_rms_norm(added_TH, residual_TH, self.norm, self.config.rms_norm_eps)
-        return x_TH if logit_rows_L is None else x_TH[logit_rows_L]
+        return self.head(x_TH if logit_rows_L is None else x_TH[logit_rows_L], keep)
