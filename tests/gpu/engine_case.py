@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,26 @@ def speed(
     return figures
 
 
-def profile(leader: Leader, batch: int, steps: int = 12) -> str:
-    """What each kernel adds to a decode step of `batch` requests, over the last `steps`.
+@dataclass(frozen=True)
+class Profile:
+    """Decode steps on the GPU. added: by kernel, what it adds to a step in us, and how often it is launched in one.
 
     Kernels may begin before the one before them has ended, so what one adds is from the last end before it to its own.
     """
+
+    idle: str
+    step_us: float
+    added: dict[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.idle}; a step takes {self.step_us:.0f} us"]
+        for name, (us, times) in sorted(self.added.items(), key=lambda pair: -pair[1][0])[:28]:
+            lines.append(f"{us:8.1f} us a step, {us / times:7.2f} of one x {times:6.1f}  {name}")
+        return "\n".join(lines)
+
+
+def profile(leader: Leader, batch: int, steps: int = 12) -> Profile:
+    """Of `batch` requests, over their last `steps`."""
     vocab, noise = leader.rank.made.model.vocab_size, random.Random(1)
     requests = [([noise.randrange(vocab) for _ in range(128)], 24) for _ in range(batch)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
@@ -114,11 +130,8 @@ def profile(leader: Leader, batch: int, steps: int = 12) -> str:
         added[short] = added.get(short, 0.0) + max(0.0, end - reached)
         counts[short] = counts.get(short, 0) + 1
         reached = max(reached, end)
-    lines = [f"{idle(spans)}; a step takes {(reached - kept[0][0]) / steps:.0f} us"]
-    for name, us in sorted(added.items(), key=lambda pair: -pair[1])[:28]:
-        each_us, times = us / counts[name], counts[name] / steps
-        lines.append(f"{us / steps:8.1f} us a step, {each_us:7.2f} of one x {times:6.1f}  {name}")
-    return "\n".join(lines)
+    each = {name: (us / steps, counts[name] / steps) for name, us in added.items()}
+    return Profile(idle(spans), (reached - kept[0][0]) / steps, each)
 
 
 def spans_of(traced: torch.profiler.profile) -> list[tuple[float, float, str]]:
