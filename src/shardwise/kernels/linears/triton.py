@@ -36,6 +36,7 @@ STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any ot
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
 NEIGHBOURS_TOKENS = 17, 512  # weights that lie one behind another are one product for these, as measured on an H200
+HEADS = 248320, 124160  # rows of the family's head, and of half of it
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 
@@ -329,8 +330,9 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
                 yield from _measured_cases(cases, taps, name, kib)
         half = *(case(rows, 2048, kind, native_fp8) for rows in (4096, 2048)), case(32, 2048, "bf16", native_fp8)
         for name, kib in tuning.measured(native_fp8):
-            for cases in ((case(2048, 4096, kind, native_fp8),), (router,)):
-                yield from _measured_cases(cases, 0, name, kib)
+            single = case(2048, 4096, kind, native_fp8), *(case(head, 2048, kind, native_fp8) for head in HEADS)
+            for each in (*single, router):
+                yield from _measured_cases((each,), 0, name, kib)
             yield from _measured_cases(half, 4, name, kib)  # of one of two ranks
     if not native_fp8:
         yield from held.compile_cases()

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, E experts, I intermediate, k experts a token, M = T 
 # pyright: reportAssignmentType=false
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from shardwise.kernels.linear.fragments import (
     turned_place,
     words,
 )
-from shardwise.kernels.linear.geometry import banks
+from shardwise.kernels.linear.geometry import Case, banks, case
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
@@ -356,6 +357,15 @@ def moe(
     return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
 
 
+def measured_banks() -> Iterator[tuple[Case, Case, int, str, int]]:
+    """gate|up and down of 35B-A3B's experts, whole and halved, with tokens, the GPU that has choices, and its KiB."""
+    for name, kib in tuning.measured():
+        for kind, width, tokens in product(("fp8_block", "fp8_tensor", "nvfp4_moved"), (512, 256), (4, 16)):
+            up, down = case(2 * width, 2048, kind, False, halves=2), case(2048, width, kind, False)
+            if any(tuning.choice(name, "fragments", [bank.of.layout], tokens) for bank in (up, down)):
+                yield up, down, tokens, name, kib
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """The banks of real models, whole and cut inside a block, with a shared expert in their format.
 
@@ -366,12 +376,14 @@ def compile_cases() -> Iterator[CompileCase]:
         constexprs = {"TOP_K": 8, "BT": 8, "BM": RANKED_ROWS, "BN": step, "FEW": few, "PDL": False}
         yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 1, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
-    for up, down in banks(False):
+    ruled = [(up, down, tokens, "", 0) for up, down in banks(False) if up.of.layout[2] != 128 for tokens in (4, 512)]
+    for up, down, tokens, gpu, kib in (*ruled, *measured_banks()):
         for kernel, bank, rows in ((fragment_gate_up_kernel, up, "BI"), (fragment_down_kernel, down, "BO")):
+            config, BT = config_of(bank.of, rows == "BI", tokens, gpu), tokens_tile(tokens, 8, 256)
+            if not bank.of.kind or (gpu and config == config_of(bank.of, rows == "BI", tokens)):
+                continue
             own = types | bank.types | {"value": "*i32"}
             own |= {f"shared_{name}": own[name] for name in ("value", "fine", "coarse")}
-            for tokens in (4, 512) if bank.of.kind and up.of.layout[2] != 128 else ():
-                config, BT = config_of(bank.of, rows == "BI", tokens), tokens_tile(tokens, 8, 256)
-                constexprs = _constants(bank.of, bank.of, 8, BT, config, rows, tokens <= BT) | {"PDL": False}
-                constexprs |= _turns(down.of, down.of) if rows == "BI" else {}
-                yield CompileCase(kernel, signature(kernel, constexprs, own), constexprs, config.warps, 1)
+            constexprs = _constants(bank.of, bank.of, 8, BT, config, rows, tokens <= BT) | {"PDL": False}
+            constexprs |= _turns(down.of, down.of) if rows == "BI" else {}
+            yield CompileCase(kernel, signature(kernel, constexprs, own), constexprs, config.warps, 1, kib * 1024)
