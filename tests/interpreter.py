@@ -1,7 +1,8 @@
 """Triton's interpreter, made quicker: what it does to Triton's language at every call is done once a launch.
 
 It tells the language's functions that they are interpreted by replacing some hundred attributes of its modules: at a
-launch, and anew, with the same outcome, whenever a kernel calls a function such as tl.sum. That was a third of its time.
+launch, and anew, with the same outcome, whenever a kernel calls a function such as tl.sum. That took a third of its
+time.
 """
 
 from functools import cache
