@@ -10,9 +10,11 @@ import torch
 if not torch.cuda.is_available():  # to be said before anything imports Triton, as transformers does
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.interpreter import patch_once_a_launch
 from tests.poison import poisoned
 from tests.ranks import Ranks
 
+patch_once_a_launch()
 torch.set_num_threads(1)  # the tensors are small, and ranks run beside
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.config import ConfigError
 from shardwise.parallel import connect as connecting
 from shardwise.parallel import peers
-from shardwise.parallel.comm import Alone, TorchCommunicator
+from shardwise.parallel.comm import GATHERED_BYTES, Alone, TorchCommunicator
 from shardwise.parallel.connect import WrongAnswer, connect, prove, within
 from shardwise.parallel.peers import hindrance
 
@@ -50,6 +50,25 @@ def agreed_bytes(rank: int, world: int, group: dist.ProcessGroup) -> int:
 
 def test_ranks_agree_on_the_sizes_at_which_peers_win(ranks):
     assert ranks.run(2, agreed_bytes, timeout_s=20) == [16384, 16384]
+
+
+def sums(rank: int, world: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Of 1 + rank times 0, 1, 2, 3 and so on: nothing, little, and on either side of the size at which ways part."""
+    comm, most = TorchCommunicator(group, group), GATHERED_BYTES // 4
+    found = [comm.all_reduce((torch.arange(n) % 9 * (1 + rank)).float()) for n in (0, 1, 999, most, most + 1)]
+    found += [comm.all_reduce((torch.arange(40) % 9 * (1 + rank)).to(kind)) for kind in (torch.bfloat16, torch.int32)]
+    return [*found, comm.all_reduce(torch.arange(6.0).view(2, 3) * (1 + rank))]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_of_every_size_and_type_are_on_every_rank(ranks, world):
+    times, most = world * (world + 1) // 2, GATHERED_BYTES // 4
+    for found in ranks.run(world, sums):
+        *flat, square = found
+        assert [len(x) for x in flat] == [0, 1, 999, most, most + 1, 40, 40]
+        assert all(torch.equal(x, (torch.arange(len(x)) % 9 * times).to(x.dtype)) for x in flat)
+        assert [x.dtype for x in flat[-2:]] == [torch.bfloat16, torch.int32]
+        assert torch.equal(square, torch.arange(6.0).view(2, 3) * times)
 
 
 class Wrong(Alone):
