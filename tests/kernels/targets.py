@@ -36,7 +36,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 import shardwise.kernels
 from shardwise.engine.processes import die_with_parent
 from shardwise.kernels.cases import CompileCase
-from shardwise.kernels.linear.tiles import KIND, NATIVE, PLAIN
+from shardwise.kernels.linear.tiles import FP8, KIND, NATIVE, PLAIN
 from tests.kernels.hardware import page, racing, registers
 
 RACES = "a loop turns while a product may still read its left operand from registers (see kernels/products.py)"
@@ -140,16 +140,14 @@ def variant(case: CompileCase) -> tuple[Any, ...]:
     return (case.kernel.__name__, case.shared_bytes, *(kind for kind in case.signature.values() if kind[0] == "*"))
 
 
-def kernel_of(case: CompileCase) -> tuple[Any, ...]:
-    return (case.kernel.__name__, case.shared_bytes)
-
-
 def configuration(case: CompileCase) -> tuple[Any, ...]:
     """A variant with its tiles. Sizes of a weight count as compilers see them: 0, 1, or whether 16 divides them."""
 
+    gluon = isinstance(case.kernel, GluonJITFunction)
+
     def seen(value: Any) -> Any:
         if isinstance(value, tuple):
-            if value[0] == PLAIN.value:  # a weight without codes, to which it is nothing what converts them
+            if value[0] == PLAIN.value or gluon:  # to these it is nothing what else converts codes
                 value = (*value[: NATIVE.value], 0, *value[NATIVE.value + 1 :])
             return tuple(part if part in (0, 1, -1) else part % 16 == 0 for part in value)
         return value % 16 == 0 if isinstance(value, int) and value > LARGEST_TILE else value
@@ -158,22 +156,32 @@ def configuration(case: CompileCase) -> tuple[Any, ...]:
     return (*variant(case), constexprs, case.num_warps, case.num_stages)
 
 
+def layouts(case: CompileCase) -> list[tuple[int, ...]]:
+    """Of the weights of a case."""
+    return [value for name, value in case.constexprs.items() if name.startswith("W") and isinstance(value, tuple)]
+
+
 def converted_in_software(case: CompileCase) -> bool:
     """Whether the case is for cards without e4m3 in hardware: of codes, by a kernel that goes by that."""
-    layouts = [value for name, value in case.constexprs.items() if name.startswith("W") and isinstance(value, tuple)]
-    by_codes = any(layout[KIND.value] != PLAIN.value and not layout[NATIVE.value] for layout in layouts)
+    by_codes = any(layout[KIND.value] != PLAIN.value and not layout[NATIVE.value] for layout in layouts(case))
     return by_codes and not isinstance(case.kernel, GluonJITFunction)
 
 
-def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tuple[CompileCase, Card]]:
-    """Which case to compile for which card.
+def converted_in_hardware(case: CompileCase) -> bool:
+    """Whether the case has a card convert e4m3."""
+    return any(layout[KIND.value] == FP8.value and layout[NATIVE.value] for layout in layouts(case))
 
-    The first of each kernel for all cards that are given it, all other configurations for one card, in turn. With
-    FULL_COMPILE=1 in the environment, as for the page, the first of each variant for all and the others for one card of
-    each vendor. A case of a configuration that has been is left out.
+
+def spread(
+    cases: Iterable[CompileCase], cards: Sequence[Card], once: set[tuple[str, bool, str]]
+) -> Iterator[tuple[CompileCase, Card]]:
+    """Which case to compile for which card. once: kernels that cards had before, and then these, too.
+
+    Each kernel, and each that has e4m3 converted in hardware, once for every card, and every configuration for one
+    card, in turn. With FULL_COMPILE=1 in the environment, as for the page, the first of each variant for all that are
+    given it and the others for one card of each vendor. A case of a configuration that has been is left out.
     """
     full = os.environ.get("FULL_COMPILE") == "1"
-    first = variant if full else kernel_of
     variants, configurations = set[Any](), set[Any]()
     for case in cases:
         if configuration(case) in configurations:
@@ -185,12 +193,17 @@ def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tupl
             continue
         if isinstance(case.kernel, GluonJITFunction):  # written for instructions of NVIDIA's
             given = [card for card in given if card.target.backend == "cuda"]
-        if first(case) in variants:
-            backends = {card.target.backend for card in given} if full else {""}
-            alike = [[card for card in given if backend in ("", card.target.backend)] for backend in sorted(backends)]
+        kernel = case.kernel.__name__, converted_in_hardware(case)
+        if not full:
+            lacking = [card for card in given if (*kernel, card.name) not in once]
+            given = lacking or [given[len(configurations) % len(given)]]
+        elif variant(case) in variants:
+            backends = sorted({card.target.backend for card in given})
+            alike = [[card for card in given if backend == card.target.backend] for backend in backends]
             given = [group[len(configurations) % len(group)] for group in alike]
-        variants.add(first(case))
+        variants.add(variant(case))
         configurations.add(configuration(case))
+        once |= {(*kernel, card.name) for card in given}
         for card in given:
             yield case, card
 
@@ -199,13 +212,14 @@ def spread(cases: Iterable[CompileCase], cards: Sequence[Card]) -> Iterator[tupl
 def jobs(module: str) -> tuple[tuple[CompileCase, Card], ...]:
     """All that is compiled of a module: its cases, and those that only cards with e4m3 in hardware are given."""
     compile_cases = importlib.import_module(module).compile_cases
-    cases = [CompileCase(*case) for case in compile_cases()]
+    cases, once = [CompileCase(*case) for case in compile_cases()], set[tuple[str, bool, str]]()
     if "native_fp8" not in inspect.signature(compile_cases).parameters:
-        return tuple(spread(cases, CARDS))
+        return tuple(spread(cases, CARDS, once))
     known = {configuration(case) for case in cases}
     native = [CompileCase(*case) for case in compile_cases(native_fp8=True)]
     native = [case for case in native if configuration(case) not in known]
-    return (*spread(cases, CARDS), *spread(native, [card for card in CARDS if card.native_fp8]))
+    native_cards = [card for card in CARDS if card.native_fp8]
+    return (*spread(cases, CARDS, once), *spread(native, native_cards, once))
 
 
 def compile_job(module: str, index: int, tell: bool) -> Compiled:
