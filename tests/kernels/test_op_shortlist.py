@@ -66,3 +66,12 @@ def test_what_is_not_finite_is_seen(impl, value, device):
     weight_VH[9, 9] = value
     got_LV = impl.shortlist_logits(x_LH[:1], weight_VH, make_shortlist(weight_VH), 1)
     assert not got_LV.amax(-1).isfinite().any()
+
+
+def test_a_copy_that_says_little_is_told(device):
+    weight_VH = head(200, 2048).half().to(device)
+    assert make_shortlist(weight_VH).sharp
+    weight_VH[:, 3] *= 40
+    assert not make_shortlist(weight_VH).sharp
+    weight_VH[:] = 0
+    assert make_shortlist(weight_VH).sharp

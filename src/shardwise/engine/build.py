@@ -175,9 +175,13 @@ def keep_shortlist(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankC
     if ctx.device.type != "cuda" or ctx.ops.name != "triton":
         return
     wanted = listed_bytes(made.specs, made.partitions, ctx.rank)
-    if ctx.comm.minimum(int(affords_list(serve, free_bytes(serve, ctx, local_ranks), wanted))):
-        model.head.make_shortlist()
+    if not ctx.comm.minimum(int(affords_list(serve, free_bytes(serve, ctx, local_ranks), wanted))):
+        return
+    if ctx.comm.minimum(int(model.head.make_shortlist())):
         logger.info("%d bytes of the head's copy in 8 bits, for steps of few tokens", wanted)
+    else:
+        model.head.shortlist = None
+        logger.info("the head has weights so unlike that its copy in 8 bits would say little; all logits are computed")
 
 
 def trial(made: Blueprint, model: Model, ctx: RankContext, tokens: int, page_tokens: int) -> int:

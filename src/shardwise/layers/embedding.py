@@ -67,9 +67,10 @@ class Head:
         self.comm, self.ops = ctx.comm, ctx.ops
         self.shortlist: Shortlist | None = None
 
-    def make_shortlist(self) -> None:
-        """Keep a copy in 8 bits beside a plain weight; on every rank, or on none."""
+    def make_shortlist(self) -> bool:
+        """Keep a copy in 8 bits beside a plain weight; on every rank, or on none. Whether it makes short lists."""
         self.shortlist = make_shortlist(self.linear.parts[0].plain)
+        return self.shortlist.sharp
 
     def lists(self, rows: int) -> bool:
         """Whether there can be a list for so many rows."""
