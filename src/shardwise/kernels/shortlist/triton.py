@@ -37,7 +37,7 @@ def bytes_kernel(x, stride, planes, sizes, slack, HIDDEN: tl.constexpr, BLOCK: t
     to = planes + row * 2 * HIDDEN + h_H
     tl.store(to, high_H.to(tl.int8), mask=h_H < HIDDEN)
     tl.store(to + HIDDEN, tl.minimum(tl.maximum(low_H, -MOST), MOST).to(tl.int8), mask=h_H < HIDDEN)
-    finite = (norm == norm) & (norm < float("inf"))  # sums of products with NaN are not: NaN among x makes norm NaN
+    finite = (norm == norm) & (norm < float("inf"))  # NaN or infinity in x makes the norm NaN
     scale = largest / MOST
     tl.store(sizes + row * 3, scale)
     tl.store(sizes + row * 3 + 1, tl.where(finite, norm, float("nan")))
