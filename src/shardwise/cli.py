@@ -133,9 +133,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "--no-graphs", "--enforce-eager", dest="graphs", action="store_false", help="launch kernels one by one", **unset
     )
     group.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="start kernels early (sm_90)", **unset)
-    group.add_argument(
-        "--shortlist", action=argparse.BooleanOptionalAction, help="bound logits by a copy in 8 bits", **unset
-    )
+    group.add_argument("--shortlist", action=argparse.BooleanOptionalAction, help="bound logits first", **unset)
     group.add_argument("--comm", choices=choices("comm"), help="how ranks add up; auto measures", **unset)
     group = parser.add_argument_group("capacity")
     group.add_argument("--max-model-len", "--context-length", type=COUNT, metavar="TOKENS", help="a request", **unset)

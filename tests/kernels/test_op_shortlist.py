@@ -75,3 +75,14 @@ def test_a_copy_that_says_little_is_told(device):
     assert not make_shortlist(weight_VH).sharp
     weight_VH[:] = 0
     assert make_shortlist(weight_VH).sharp
+
+
+def test_rows_of_any_size_keep_their_bounds(device):
+    """Squares of very small and of very large weights are no fp32."""
+    plain_VH = head(300, 64).to(device)
+    x_LH = torch.randn(2, 64, generator=torch.Generator().manual_seed(4)).to(device)
+    for size in (1e-24, 1e25):
+        sizes_V3 = make_shortlist(plain_VH * size).sizes_V3
+        torch.testing.assert_close(sizes_V3 / size, make_shortlist(plain_VH).sizes_V3, rtol=1e-3, atol=1e-7)
+        got_LV = fast.shortlist_logits(x_LH, plain_VH * size, make_shortlist(plain_VH * size), 1)
+        assert got_LV.argmax(-1).tolist() == (x_LH @ plain_VH.T).argmax(-1).tolist()

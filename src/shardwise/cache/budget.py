@@ -56,9 +56,12 @@ class Budget:
         return (self.pages - 1) * self.page_tokens
 
 
-def affords_list(serve: ServeConfig, left_bytes: int, list_bytes: int) -> bool:
-    """Whether a rank that weights leave `left_bytes` keeps a shortlist of the head; 0 `list_bytes`: there is none."""
-    return serve.shortlist and 0 < list_bytes <= left_bytes * LISTED_SHARE
+def affords_list(serve: ServeConfig, left_bytes: int, list_bytes: int, slotted: bool) -> bool:
+    """Whether a GPU that weights and a reserve leave `left_bytes` keeps a shortlist of the head; 0 `list_bytes`: there
+    is none. slotted: experts are in slots, for which memory is first of all.
+    """
+    wanted = serve.shortlist and serve.kernels != "reference" and not slotted
+    return wanted and 0 < list_bytes <= left_bytes * LISTED_SHARE
 
 
 def step_tokens(serve: ServeConfig, device_type: str, free_bytes: int) -> int:

@@ -112,10 +112,7 @@ def make_plan(decision: Decision, requests: int) -> Plan:
     ]
     memory = [max(budget_bytes(used, rank, decision.problem.needs), 0) for rank in range(best.ranks)]
     free = [have - sum(held.values()) for have, held in zip(memory, weights, strict=True)]
-    lists = [listed_bytes(made.specs, partitions, rank) for rank in range(best.ranks)]
-    if made.device_type == "cuda" and all(affords_list(serve, *pair) for pair in zip(free, lists, strict=True)):
-        free = [have - size for have, size in zip(free, lists, strict=True)]
-        weights = [held | {SHORTLIST: size} for held, size in zip(weights, lists, strict=True)]
+    free, weights = with_lists(serve, made, free, weights, slotted)
     rows = [caches.row_bytes(partitions, rank) for rank in range(best.ranks)]
     asked = msgspec.structs.replace(serve, max_num_seqs=serve.max_num_seqs or requests)
     page_sizes = [caches.page_bytes(partitions, rank) for rank in range(best.ranks)]
@@ -170,6 +167,18 @@ def make_plan(decision: Decision, requests: int) -> Plan:
         reasons=reasons(decision) if known else (),
         expert_slots=slots,
     )
+
+
+def with_lists(
+    serve: ServeConfig, made: Blueprint, free: Sequence[int], weights: Sequence[dict[str, int]], slotted: bool
+) -> tuple[list[int], list[dict[str, int]]]:
+    """What is left on each rank, and what it holds, with the shortlists of heads where all ranks afford theirs."""
+    lists = [listed_bytes(made.specs, made.partitions, rank) for rank in range(len(free))]
+    pairs = zip(free, lists, strict=True)
+    if made.device_type != "cuda" or not all(affords_list(serve, have, size, slotted) for have, size in pairs):
+        return [*free], [*weights]
+    held = [each | {SHORTLIST: size} for each, size in zip(weights, lists, strict=True)]
+    return [have - size for have, size in zip(free, lists, strict=True)], held
 
 
 def rows_afforded(

@@ -15,7 +15,6 @@ from shardwise.cache.budget import (
     Budget,
     affordable_pages,
     affordable_slots,
-    affords_list,
     busy_tokens,
     floor_bytes,
     idle_bytes,
@@ -54,7 +53,7 @@ from shardwise.engine.features import Features
 from shardwise.engine.formats import DTYPE_NAMES, FP8, check_formats, kv_cache_dtype, kv_scales
 from shardwise.engine.grammar import COMPILE_SECONDS, Grammars
 from shardwise.engine.hosttier import with_host_tier
-from shardwise.engine.memory import local_devices, rank_memory
+from shardwise.engine.memory import keep_shortlist, local_devices, rank_memory
 from shardwise.engine.messages import CacheResized, Ready, ResizeCache, Stats
 from shardwise.engine.place import device_kind, place, sharers, warn_of_others
 from shardwise.engine.plan import Chunk, StepPlan
@@ -70,7 +69,6 @@ from shardwise.engine.vision import trial as vision_trial
 from shardwise.engine.vocabulary import vocabulary
 from shardwise.experts.offload import Offload
 from shardwise.kernels.ops import select
-from shardwise.layers.embedding import listed_bytes
 from shardwise.models.qwen3_5 import Model, declare, declare_pages, declare_rows
 from shardwise.parallel.balance import partitions
 from shardwise.parallel.comm import Alone, Communicator
@@ -168,20 +166,6 @@ def free_bytes(serve: ServeConfig, ctx: RankContext, local_ranks: int) -> int:
     ctx.comm.minimum(0)  # no rank takes memory for caches before all have looked
     free, total = torch.cuda.mem_get_info(ctx.device)
     return (free - int(total * (1 - serve.gpu_memory_utilization))) // sharers(serve, ctx.device)
-
-
-def keep_shortlist(serve: ServeConfig, made: Blueprint, model: Model, ctx: RankContext, local_ranks: int) -> None:
-    """Have the head keep its shortlist, where that is faster and every rank has memory to spare."""
-    if ctx.device.type != "cuda" or ctx.ops.name != "triton":
-        return
-    wanted = listed_bytes(made.specs, made.partitions, ctx.rank)
-    if not ctx.comm.minimum(int(affords_list(serve, free_bytes(serve, ctx, local_ranks), wanted))):
-        return
-    if ctx.comm.minimum(int(model.head.make_shortlist())):
-        logger.info("%d bytes of the head's copy in 8 bits, for steps of few tokens", wanted)
-    else:
-        model.head.shortlist = None
-        logger.info("the head has weights so unlike that its copy in 8 bits would say little; all logits are computed")
 
 
 def trial(made: Blueprint, model: Model, ctx: RankContext, tokens: int, page_tokens: int) -> int:
@@ -284,7 +268,9 @@ def build_rank(serve: ServeConfig, environment: RankEnvironment, comm: Communica
         dtype=DTYPES[made.dtype],
     )
     model, features, offload = load_weights(serve, made, ctx, environment.local_world)
-    keep_shortlist(serve, made, model, ctx, environment.local_world)
+    if device.type == "cuda" and ctx.ops.name == "triton":
+        left_bytes = free_bytes(serve, ctx, environment.local_world)
+        keep_shortlist(serve, made.specs, model.head, ctx, left_bytes, offload is not None)
     limits = budget(serve, made, model, ctx, environment.local_world, features, offload)
     limits = with_host_tier(serve, made.caches, ctx, environment.local_world, limits)
     caches = allocate(made.model, made.caches, limits.pages, limits.rows + limits.snapshot_rows, ctx)

@@ -1,16 +1,22 @@
 """What every rank's memory is for, as the shard spec sizes it: known on the first rank without asking the others."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.cache.budget import Budget
+from shardwise.cache.budget import Budget, affords_list
 from shardwise.cache.pool import CacheSpecs
+from shardwise.config import ServeConfig
 from shardwise.engine.messages import RankMemory
-from shardwise.layers.embedding import listed_bytes
+from shardwise.layers.embedding import Head, listed_bytes
+from shardwise.parallel.choice import RESERVE_BYTES
+from shardwise.parallel.context import RankContext
 from shardwise.shard import ParamSpec, Partitions, local_bytes
+
+logger = logging.getLogger(__name__)
 
 CLASSES = (
     ("vocabulary", r"embed|head"),
@@ -93,3 +99,22 @@ def rank_memory(
             )
         )
     return tuple(each)
+
+
+def keep_shortlist(
+    serve: ServeConfig, specs: Mapping[str, ParamSpec], head: Head, ctx: RankContext, left_bytes: int, slotted: bool
+) -> None:
+    """Have the head keep its shortlist if every rank has memory to spare, and none of their lists would be long.
+
+    left_bytes: beside this rank's weights; slotted: experts are in slots.
+    """
+    wanted = listed_bytes(specs, ctx.partitions, ctx.rank)
+    if not ctx.comm.minimum(int(affords_list(serve, left_bytes - RESERVE_BYTES, wanted, slotted))):
+        return
+    if ctx.comm.minimum(int(head.make_shortlist())):
+        logger.info("%d bytes of the head's copy in 8 bits, for steps of few tokens", wanted)
+    else:
+        head.shortlist = None
+        logger.info("the head has weights so unlike that its copy in 8 bits would say little; all logits are computed")
+    if ctx.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -47,12 +47,14 @@ def make_shortlist(weight_VH: torch.Tensor) -> Shortlist:
         part = slice(first, first + CHUNK_ROWS)
         w_CH = weight_VH[part].float()
         scale_C1 = w_CH.abs().amax(-1, keepdim=True) / CODE_MAX
-        q_CH = (w_CH / scale_C1.where(scale_C1 > 0, 1.0)).round().clamp(-CODE_MAX, CODE_MAX)
+        unit_CH = w_CH / scale_C1.where(scale_C1 > 0, 1.0)
+        q_CH = unit_CH.round().clamp(-CODE_MAX, CODE_MAX)
         codes_VH[part] = q_CH.nan_to_num().to(torch.int8)
-        copy_CH = q_CH * scale_C1
-        copy_C, error_C = copy_CH.norm(dim=-1), (w_CH - copy_CH).norm(dim=-1)
-        sizes_V3[part, 0], sizes_V3[part, 2] = scale_C1.squeeze(1), copy_C * MARGIN
-        sizes_V3[part, 1] = error_C * MARGIN + copy_C * ROUNDING
+        copy_C, error_C = q_CH.norm(dim=-1), (unit_CH - q_CH).norm(dim=-1)  # of the scale: squares neither vanish nor
+        sizes = torch.stack(
+            (torch.ones_like(copy_C), error_C * MARGIN + copy_C * ROUNDING, copy_C * MARGIN), -1
+        )  # burst
+        sizes_V3[part] = sizes * scale_C1
     return Shortlist(codes_VH, sizes_V3)
 
 

@@ -154,11 +154,15 @@ def stages_of(B: int, shared_kib: int) -> int:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """A vocabulary of 248,320, by the numbers of rows that make a difference."""
+    """A vocabulary of 248,320, by the numbers of rows that make a difference, and heads of every plain type."""
     types = {"planes": "*i8", "codes": "*i8", "x": "*bf16", "weight": "*bf16", "slack": "fp32"}
     types |= dict.fromkeys(("sizes", "copies", "upper", "lowest", "least", "logits"), "*fp32")
-    constexprs = {"HIDDEN": 2048, "BLOCK": 2048}
-    yield CompileCase(bytes_kernel, signature(bytes_kernel, constexprs, types), constexprs, 4, 1)
+    for kind in ("*bf16", "*fp16", "*fp32"):
+        own = types | {"x": kind, "weight": kind}
+        constexprs = {"HIDDEN": 2048, "BLOCK": 2048}
+        yield CompileCase(bytes_kernel, signature(bytes_kernel, constexprs, own), constexprs, 4, 1)
+        constexprs = {"HIDDEN": 2048, "BH": 2048, "LISTED": LISTED}
+        yield CompileCase(listed_kernel, signature(listed_kernel, constexprs, own), constexprs, 4, 1)
     for B in (8, 16):
         constexprs = {"HIDDEN": 2048, "R": ROWS, "B": B, "K": STEP}
         signed = signature(bounds_kernel, constexprs, types)
@@ -166,5 +170,3 @@ def compile_cases() -> Iterator[CompileCase]:
             yield CompileCase(bounds_kernel, signed, constexprs, 8, stages_of(B, kib), kib * 1024)
     constexprs = {"BP": 2048}
     yield CompileCase(least_kernel, signature(least_kernel, constexprs, types), constexprs, 8, 1)
-    constexprs = {"HIDDEN": 2048, "BH": 2048, "LISTED": LISTED}
-    yield CompileCase(listed_kernel, signature(listed_kernel, constexprs, types), constexprs, 4, 1)
