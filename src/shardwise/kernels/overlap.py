@@ -3,6 +3,10 @@
 Such a kernel asks for its weights first, so that they are on their way while the kernel before it ends; then it waits.
 Only what no kernel of a step writes may be read before: weights, and what the host wrote for the step. Every program
 waits before it is done, whether it reads anything or not: a kernel that is done has seen everything before it done.
+
+What a processor has beside its registers is shared memory and first-level cache in one, parted anew only when nothing
+runs on it: where kernels overlap, those that read through the cache keep what others with much shared memory left. So
+one in front of them may have to start without overlap (see moe/triton.py).
 """
 
 from typing import Any
