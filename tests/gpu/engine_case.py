@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="prompts to decode one request behind")
     parser.add_argument("--gpu", default="", help="as of serve: 0,0 puts two ranks on one")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--shortlist", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True, help="measure prompts, too")
     parser.add_argument("--step-tokens", type=int, default=0, help="as --max-num-batched-tokens of serve")
     for name in ("dtype", "device", "kernels", "comm"):
@@ -216,7 +217,7 @@ def main() -> None:
     )
     serve = ServeConfig(
         model=str(resolve(args.model)), ranks=env.world, dtype=args.dtype, device=args.device, kernels=args.kernels,
-        overlap=args.overlap, comm=args.comm, max_num_batched_tokens=args.step_tokens,
+        overlap=args.overlap, shortlist=args.shortlist, comm=args.comm, max_num_batched_tokens=args.step_tokens,
         ratio=tuple(float(part) for part in args.ratio.split(",") if part),
         load_format="dummy" if args.what == "speed" else "auto", max_model_len=max([7680, *args.contexts]) + 512,
         kv_tokens=200_000, gpu=tuple(part for part in args.gpu.split(",") if part),

@@ -109,6 +109,14 @@ class FakeRank:
         assert wanted <= self.limits.prompt_logits_tokens
 
 
+def likeliest(logits_LV: torch.Tensor, keep: int) -> torch.Tensor:
+    """The logits, without those that are not among a row's `keep` largest, if that is not 0."""
+    if not keep or not logits_LV.numel():
+        return logits_LV
+    least_L1 = logits_LV.topk(min(keep, VOCAB), -1).values[:, -1:]
+    return logits_LV.where((logits_LV >= least_L1) | logits_LV.isnan(), -torch.inf)
+
+
 class FakeRunner:
     """Two ranks that see plans and committed tokens only. `poison`: beginnings after which logits are not numbers."""
 
@@ -139,7 +147,7 @@ class FakeRunner:
             if chunk.prompt_logits
         }
         checked_KV = torch.tensor(checked) if checked else None
-        return StepLogits(torch.tensor(sampled).reshape(-1, VOCAB), prompt, checked_KV)
+        return StepLogits(likeliest(torch.tensor(sampled).reshape(-1, VOCAB), plan.keep), prompt, checked_KV)
 
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
         assert rows == self.awaiting

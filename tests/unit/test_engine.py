@@ -343,3 +343,19 @@ def test_anything_served_together_is_as_alone(specs: list, limits: Limits, overl
             assert found.tokens == alone.tokens[: len(found.tokens)]
         else:
             assert found == alone
+
+
+def test_plans_say_how_many_of_the_likeliest_matter():
+    """No more than a head makes lists for are asked for, and whole rows where prompts are scored."""
+    limits = replace(WIDE, max_num_seqs=20, max_num_batched_tokens=200, pages=200)
+
+    def keeps(count: int, **sampling) -> set[int]:
+        serving = Serving(limits)
+        params = SamplingParams(**{"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, **sampling})
+        serving.run(*(Generate(str(n), [n % VOCAB, 3], params) for n in range(count)))
+        return {plan.keep for plan in serving.runner.plans}
+
+    assert keeps(1) == keeps(16) == {1}
+    assert keeps(3, temperature=1.0, top_k=4, seed=1) == {4}
+    assert keeps(17) == keeps(2, temperature=1.0, seed=1) == {0}
+    assert keeps(1, max_tokens=1, prompt_logprobs=1) == {0}

@@ -24,6 +24,7 @@ from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused,
 from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, enough, score_prompt
 from shardwise.engine.scheduler import Progress, Scheduler, Step
+from shardwise.layers.embedding import LISTED_ROWS
 
 COMPILE_WAIT_S = 0.005  # for a grammar, when there is nothing else to do
 
@@ -259,8 +260,8 @@ class Engine:
 
     def _plan_of(self, step: Step) -> StepPlan:
         """The plan of `step`, with how many of the likeliest ids will do, and the pictures that are to be encoded."""
-        whole = any(chunk.prompt_logits for chunk in step.plan.chunks)
-        return msgspec.structs.replace(self._with_pictures(step), keep=0 if whole else enough(step.sampled))
+        listed = len(step.sampled) <= LISTED_ROWS and not any(chunk.prompt_logits for chunk in step.plan.chunks)
+        return msgspec.structs.replace(self._with_pictures(step), keep=enough(step.sampled) if listed else 0)
 
     def _with_pictures(self, step: Step) -> StepPlan:
         """The plan of `step`, with the pictures that the ranks have to encode for it."""

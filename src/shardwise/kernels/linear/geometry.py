@@ -10,8 +10,7 @@ from shardwise.kernels.linear.tiles import Operand, Target
 
 EMPTY_VALUES = {0: torch.bfloat16, 1: torch.uint8, 3: torch.int32, 4: torch.int32}
 EMPTY_SCALES = {"bf16": torch.bfloat16, "fp32": torch.float32, "u8": torch.uint8}
-
-
+HEADS = 248320, 124160  # rows of the family's head, and of half of it
 SHARED_KIB = (64, 99, 227)  # of the cards that are served
 Config = TypeVar("Config")
 

@@ -2,8 +2,8 @@
 
 Every program holds a part of the weight, of some rows and columns, in shared memory: all of it was asked for before the
 program waits for the kernel before it. What is left then is reading the input, of which each program needs its columns,
-and products by warp group instructions. Codes of FP8 and NVFP4, made plain in the same place, took less, too, but steps
-with such experts were slower as a whole (benchmarks/README.md), and go by other kernels.
+and products by warp group instructions. Codes of FP8 and NVFP4, made plain in the same place, gained alone and hardly
+in whole steps (benchmarks/README.md), and go by other kernels.
 
 Legend: M rows of a program, T tokens, K columns, S parts of the sum.
 """

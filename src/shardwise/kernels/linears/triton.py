@@ -18,7 +18,7 @@ from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.fragments import words
-from shardwise.kernels.linear.geometry import Case, case
+from shardwise.kernels.linear.geometry import HEADS, Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears import fragments, held
@@ -36,7 +36,6 @@ STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any ot
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
 NEIGHBOURS_TOKENS = 17, 512  # weights that lie one behind another are one product for these, as measured on an H200
-HEADS = 248320, 124160  # rows of the family's head, and of half of it
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 

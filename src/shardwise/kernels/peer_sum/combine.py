@@ -14,7 +14,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.moe_block.combine import Outputs, shares, weighted_sum
 from shardwise.kernels.overlap import after_previous, let_next_come
 from shardwise.kernels.peer_sum.mail import MOST_RANKS, Mail, constants, padded
-from shardwise.kernels.peer_sum.words import clear, done, push, sent, summed
+from shardwise.kernels.peer_sum.words import clear, done, push, sent, summed_norm
 
 WIDEST = 4096  # columns: a program has a whole token, and all of its experts, in registers
 
@@ -51,12 +51,8 @@ def peer_combine_kernel(
     for row in range(tl.program_id(0), rows, G):
         at_H = row * WIDTH + h_H
         own_H = tl.load(part + at_H, mask=ok_H, other=0)
-        carried_H = tl.load(residual + at_H, mask=ok_H, other=0).to(tl.float32)
-        sum_H = summed(own_H, inbox, slot, at_H, ok_H, patience, trouble, RANK, W, WP, CAPACITY)
-        rounded_H = (sum_H + carried_H).to(total.dtype.element_ty)
-        tl.store(total + at_H, rounded_H, mask=ok_H)
-        value_H = tl.where(ok_H, rounded_H.to(tl.float32), 0)
-        y_H = value_H * tl.rsqrt(tl.sum(value_H * value_H, 0) / WIDTH + eps) * factor_H
+        y_H = summed_norm(own_H, residual, total, inbox, slot, at_H, ok_H, factor_H, eps, patience, trouble, RANK, W,
+                          WP, CAPACITY, WIDTH)  # fmt: skip
         tl.store(normed + row * WIDTH + n_H, y_H.to(normed.dtype.element_ty), mask=ok_H)
     done(state, slot, (rows * WIDTH + BLOCK - 1) // BLOCK)
 

@@ -103,6 +103,20 @@ def summed(
 
 
 @triton.jit
+def summed_norm(
+    own_H, residual, total, inbox, slot, at_H, ok_H, factor_H, eps, patience, trouble, RANK: tl.constexpr,
+    W: tl.constexpr, WP: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The norm in fp32 of a row of residual and all ranks' values, whose sum goes to `total`."""
+    carried_H = tl.load(residual + at_H, mask=ok_H, other=0).to(tl.float32)
+    sum_H = summed(own_H, inbox, slot, at_H, ok_H, patience, trouble, RANK, W, WP, CAPACITY)
+    rounded_H = (sum_H + carried_H).to(total.dtype.element_ty)
+    tl.store(total + at_H, rounded_H, mask=ok_H)
+    value_H = tl.where(ok_H, rounded_H.to(tl.float32), 0)
+    return value_H * tl.rsqrt(tl.sum(value_H * value_H, 0) / WIDTH + eps) * factor_H
+
+
+@triton.jit
 def done(state, slot, blocks):
     """The next message is another one; the next launch clears `blocks` of this one's."""
     tl.debug_barrier()  # all threads have read what is overwritten

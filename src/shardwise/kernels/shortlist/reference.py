@@ -50,11 +50,10 @@ def make_shortlist(weight_VH: torch.Tensor) -> Shortlist:
         unit_CH = w_CH / scale_C1.where(scale_C1 > 0, 1.0)
         q_CH = unit_CH.round().clamp(-CODE_MAX, CODE_MAX)
         codes_VH[part] = q_CH.nan_to_num().to(torch.int8)
-        copy_C, error_C = q_CH.norm(dim=-1), (unit_CH - q_CH).norm(dim=-1)  # of the scale: squares neither vanish nor
-        sizes = torch.stack(
-            (torch.ones_like(copy_C), error_C * MARGIN + copy_C * ROUNDING, copy_C * MARGIN), -1
-        )  # burst
-        sizes_V3[part] = sizes * scale_C1
+        # In units of the scale, whose squares are fp32 whatever size the weights have.
+        copy_C, error_C = q_CH.norm(dim=-1), (unit_CH - q_CH).norm(dim=-1)
+        sizes_C3 = torch.stack((torch.ones_like(copy_C), error_C * MARGIN + copy_C * ROUNDING, copy_C * MARGIN), -1)
+        sizes_V3[part] = sizes_C3 * scale_C1
     return Shortlist(codes_VH, sizes_V3)
 
 
