@@ -17,7 +17,7 @@ import triton.language as tl
 
 from shardwise.kernels.attention.fp8 import fp8_decode
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.overlap import after_previous, launch, let_next_come
+from shardwise.kernels.overlap import after_previous, ask_for, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 HEADS = 16  # rows of a dot, of which there cannot be fewer
@@ -37,9 +37,25 @@ def load_tile(pool, page, kv_head, offset, page_stride, head_stride, token_strid
 
 
 @triton.jit
-def _split(length, splits, BLOCK_T: tl.constexpr):
-    """Positions of a split: even shares of the length in whole blocks. The last splits may get none."""
-    return tl.cdiv(tl.cdiv(length, BLOCK_T), splits) * BLOCK_T
+def ask_for_tile(pool, page, kv_head, offset, page_stride, head_stride, token_stride, DIM: tl.constexpr):
+    """Have what load_tile will load brought to the second-level cache, where writes of it are seen, too."""
+    LINE: tl.constexpr = 128 // (pool.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
+    column = tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)
+    at = page * page_stride + kv_head * head_stride + offset[:, None] * token_stride + column[None, :]
+    ask_for((pool + at).to(tl.int64))
+
+
+@triton.jit
+def _used(length, splits, BLOCK_T: tl.constexpr):
+    """Splits that get positions: the first ones, even shares in whole blocks."""
+    return tl.minimum(tl.cdiv(length, BLOCK_T), splits)
+
+
+@triton.jit
+def _first(length, used, split, BLOCK_T: tl.constexpr):
+    """First position of a split, which is the last split's end."""
+    return tl.minimum(split * tl.cdiv(length, BLOCK_T) // used * BLOCK_T, length)
 
 
 @triton.jit(do_not_specialize=["pages_stride", "splits"], do_not_specialize_on_alignment=METADATA)
@@ -49,7 +65,11 @@ def decode_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
     FP8: tl.constexpr, PARTIAL: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head."""
+    """Program (sequence, kv head and tile of query heads, split): the heads of the tile that read this kv head.
+
+    A page's number is loaded a turn before its keys and values are: Triton has loads that wait for no load of their
+    own turn on their way for several turns, and others for none.
+    """
     let_next_come(PDL)
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     tiles = tl.cdiv(heads, HEADS)
@@ -57,11 +77,19 @@ def decode_kernel(
     head = tl.program_id(1) % tiles * HEADS + tl.arange(0, HEADS)
     live = (head < heads) & (tl.load(head_map + head, mask=head < heads, other=-1) == kv_head)
     length = tl.load(context + sequence) + 1
-    share = _split(length, splits, BLOCK_T)
-    first, last = split * share, tl.minimum((split + 1) * share, length)
-    after_previous(PDL)
-    if (tl.sum(live.to(tl.int32), 0) == 0) | (first >= length):
+    used = _used(length, splits, BLOCK_T)
+    if (tl.sum(live.to(tl.int32), 0) == 0) | (split >= used):
+        after_previous(PDL)
         return
+    first, last = _first(length, used, split, BLOCK_T), _first(length, used, split + 1, BLOCK_T)
+    table = pages + sequence * pages_stride
+    page = tl.load(table + first // PAGE_TOKENS).to(tl.int64)
+    step = tl.arange(0, BLOCK_T)
+    if PDL:
+        offset = first % PAGE_TOKENS + tl.minimum(step, last - 1 - first)
+        ask_for_tile(k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM)
+        ask_for_tile(v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM)
+    after_previous(PDL)
     column = tl.arange(0, BLOCK_D)
     wanted = live[:, None] & (column < DIM)[None, :]
     q_at = sequence * q_token_stride + (head * q_head_stride)[:, None] + column[None, :]
@@ -70,9 +98,8 @@ def decode_kernel(
     weight_sum = tl.zeros((HEADS,), tl.float32)
     value_sum = tl.zeros((HEADS, BLOCK_D), tl.float32)
     for start in range(first, last, BLOCK_T):
-        page = tl.load(pages + sequence * pages_stride + start // PAGE_TOKENS).to(tl.int64)
-        position = start + tl.arange(0, BLOCK_T)
-        offset, inside = position % PAGE_TOKENS, position < last
+        inside = start + step < last
+        offset = start % PAGE_TOKENS + step
         key = load_tile(
             k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
         )
@@ -87,6 +114,7 @@ def decode_kernel(
         value_sum = tl.dot(weight.to(value.dtype), value, value_sum * fade[:, None], input_precision="ieee")
         weight_sum = weight_sum * fade + tl.sum(weight, 1)
         top = new_top
+        page = tl.load(table + tl.minimum(start + BLOCK_T, last - 1) // PAGE_TOKENS).to(tl.int64)
     if PARTIAL:
         at = (sequence * heads + head) * splits + split
         tl.store(partial + (at * DIM)[:, None] + column[None, :], value_sum, mask=wanted)
@@ -106,50 +134,47 @@ def reduce_kernel(
     partial, stats, out, gate, context, v_scale, splits, gate_token_stride, gate_head_stride, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, query head): the splits that had positions, summed at a common maximum, and gated."""
+    """Program (sequence, query head, BLOCK_D columns): up to BLOCK_C splits, summed at a common maximum, and gated."""
     let_next_come(PDL)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    length = tl.load(context + tl.program_id(0)) + 1
-    used = tl.cdiv(length, _split(length, splits, BLOCK_T))
-    column = tl.arange(0, BLOCK_D)
+    split = tl.arange(0, BLOCK_C)
+    at = row * splits + split
+    live = split < _used(tl.load(context + tl.program_id(0)) + 1, splits, BLOCK_T)
+    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < DIM
-    top = float("-inf")
-    weight_sum = 0.0
-    value_sum = tl.zeros((BLOCK_D,), tl.float32)
     after_previous(PDL)
-    for start in range(0, used, BLOCK_C):
-        split = start + tl.arange(0, BLOCK_C)
-        at = row * splits + split
-        tops = tl.load(stats + at * 2, mask=split < used, other=float("-inf"))
-        sums = tl.load(stats + at * 2 + 1, mask=split < used, other=0.0)
-        wanted = (split < used)[:, None] & inside[None, :]
-        values = tl.load(partial + (at * DIM)[:, None] + column[None, :], mask=wanted, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        share = tl.exp2(tops - new_top)
-        fade = tl.exp2(top - new_top)
-        value_sum = value_sum * fade + tl.sum(values * share[:, None], 0)
-        weight_sum = weight_sum * fade + tl.sum(sums * share, 0)
-        top = new_top
-    y = value_sum / weight_sum * v_scale
+    tops = tl.load(stats + at * 2, mask=live, other=float("-inf"))
+    sums = tl.load(stats + at * 2 + 1, mask=live, other=0.0)
+    values = tl.load(partial + (at * DIM)[:, None] + column[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+    share = tl.exp2(tops - tl.max(tops, 0))
+    y = tl.sum(values * share[:, None], 0) / tl.sum(sums * share, 0) * v_scale
     if GATE:
         gate_at = tl.program_id(0).to(tl.int64) * gate_token_stride + tl.program_id(1) * gate_head_stride + column
         y *= tl.sigmoid(tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32))
     tl.store(out + row * DIM + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _config(dim: int, page_tokens: int, item_bytes: int, fp8: bool) -> tuple[dict[str, Any], int, int]:
-    """Constants, warps and stages. Two stages of keys and values take at most 64 KiB, so that several programs fit.
+def _config(
+    dim: int, page_tokens: int, item_bytes: int, fp8: bool, shared_bytes: int
+) -> tuple[dict[str, Any], int, int]:
+    """Constants, warps and stages for a card with `shared_bytes` per block.
 
-    In fp32 there are no tensor cores to fill, and a wide product unrolls into very long code.
+    The blocks of keys and values that a program has at a time take at most 32 KiB, so that several programs fit; with
+    three stages there is one such pair in use while the next is on its way. In fp32 there are no tensor cores to fill,
+    and a wide product unrolls into very long code.
     """
     block_d = max(16, triton.next_power_of_2(dim))
     fit = 16 if item_bytes == 4 else max(16, 64 * 1024 // (4 * block_d * item_bytes))
     block_t = min(64, page_tokens & -page_tokens, fit)
     constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_T": block_t}
-    return constants | {"HEADS": HEADS, "FP8": fp8}, 4 if block_d >= 128 else 2, 2
+    stages = 3 if shared_bytes >= 160 * 1024 else 2
+    return constants | {"HEADS": HEADS, "FP8": fp8}, 4 if block_d >= 128 else 2, stages
 
 
-REDUCE_SPLITS = 16  # splits that a step of the reduction takes
+def _reduction(dim: int, splits: int) -> dict[str, int]:
+    """Constants of the reduction: all splits by as many columns as make a tile that a program loads at once."""
+    block_c = max(16, triton.next_power_of_2(splits))
+    return {"DIM": dim, "BLOCK_C": block_c, "BLOCK_D": min(triton.next_power_of_2(dim), max(16, 4096 // block_c))}
 
 
 def split_count(max_length: int, programs: int, processors: int, block_tokens: int) -> int:
@@ -167,15 +192,17 @@ def decode(
     scale_log2: float,
     v_scale: float,
     processors: int,
+    shared_bytes: int,
     gate_SND: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Fills out_SND, contiguous, for the decodes of `seqs`, times the sigmoid of the gate, if there is one.
 
-    FP8 pages come as their bytes (uint8). pdl: see overlap.py.
+    FP8 pages come as their bytes (uint8). processors, shared_bytes (per block): of the card. pdl: see overlap.py.
     """
     (count, heads, dim), (_, kv_heads, page_tokens, _) = q_SND.shape, k_pages.shape
-    constants, warps, stages = _config(dim, page_tokens, q_SND.element_size(), k_pages.dtype == torch.uint8)
+    fp8 = k_pages.dtype == torch.uint8
+    constants, warps, stages = _config(dim, page_tokens, q_SND.element_size(), fp8, shared_bytes)
     groups = kv_heads * triton.cdiv(heads, HEADS)
     splits = split_count(seqs.max_length, count * groups, processors, constants["BLOCK_T"])
     partial, stats = out_SND, out_SND  # of no use with one split
@@ -210,43 +237,31 @@ def decode(
         **launch(pdl),
     )
     if splits > 1:
-        sizes = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")}
-        reduce_kernel[(count, heads)](
+        sizes = _reduction(dim, splits)
+        reduce_kernel[(count, heads, triton.cdiv(dim, sizes["BLOCK_D"]))](
             partial, stats, out_SND, gate_SND, seqs.context_S, v_scale, splits, *gate_SND.stride()[:2], **sizes,
-            BLOCK_C=REDUCE_SPLITS, GATE=gated, num_warps=4, **launch(pdl),
+            BLOCK_T=constants["BLOCK_T"], GATE=gated, num_warps=4, **launch(pdl),
         )  # fmt: skip
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The family's head dim in bf16, over bf16 and FP8 pages; fp32, which is for exact comparisons, at a small one."""
+    """The family's head dim in bf16, over bf16 and FP8 pages, for each shared memory; fp32 at a small one."""
     ints = dict.fromkeys(METADATA, "*i32") | {"scale_log2": "fp32", "v_scale": "fp32"}
     for dim, kind, pool, partials in (
         (256, "*bf16", "*bf16", (False, True)),
         (256, "*bf16", "*u8", (True,)),
         (64, "*fp32", "*fp32", (True,)),
     ):
-        constants, warps, stages = _config(dim, 64, 4 if kind == "*fp32" else 2, pool == "*u8")
-        kinds = {
-            "q": kind,
-            "out": kind,
-            "gate": kind,
-            "k_pages": pool,
-            "v_pages": pool,
-            "partial": "*fp32",
-            "stats": "*fp32",
-        }
-        for partial in partials:
-            constexprs = constants | {"PARTIAL": partial, "GATE": not partial, "PDL": False}
-            signed = signature(decode_kernel, constexprs, ints | kinds)
-            yield CompileCase(decode_kernel, signed, constexprs, warps, stages)
-    constexprs = {name: constants[name] for name in ("DIM", "BLOCK_D", "BLOCK_T")} | {"BLOCK_C": REDUCE_SPLITS}
-    constexprs |= {"DIM": 256, "BLOCK_D": 256, "GATE": True, "PDL": False}
-    types = {
-        "partial": "*fp32",
-        "stats": "*fp32",
-        "out": "*bf16",
-        "gate": "*bf16",
-        "context": "*i32",
-        "v_scale": "fp32",
-    }
-    yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)
+        kinds = dict.fromkeys(("q", "out", "gate"), kind) | dict.fromkeys(("k_pages", "v_pages"), pool)
+        kinds |= dict.fromkeys(("partial", "stats"), "*fp32")
+        for shared_bytes in (64 * 1024, 99 * 1024, 227 * 1024):
+            constants, warps, stages = _config(dim, 64, 4 if kind == "*fp32" else 2, pool == "*u8", shared_bytes)
+            for partial in partials:
+                constexprs = constants | {"PARTIAL": partial, "GATE": not partial, "PDL": False}
+                signed = signature(decode_kernel, constexprs, ints | kinds)
+                yield CompileCase(decode_kernel, signed, constexprs, warps, stages, shared_bytes)
+    types = {"out": "*bf16", "gate": "*bf16", "context": "*i32", "v_scale": "fp32"}
+    types |= dict.fromkeys(("partial", "stats"), "*fp32")
+    for splits in (2, 32, 64, MAX_SPLITS):
+        constexprs = _reduction(256, splits) | {"BLOCK_T": 32, "GATE": True, "PDL": False}
+        yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)

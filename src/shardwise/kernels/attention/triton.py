@@ -110,7 +110,7 @@ def paged_attention(
     if decodes:
         first = q_TND[:decodes], k_pool, v_pool, out_TND[:decodes]
         gate_TND = gate_TND if gate_TND is None or gate_TND.stride(-1) == 1 else gate_TND.contiguous()
-        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, gate_TND, pdl)
+        decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, shared_bytes, gate_TND, pdl)
     if decodes < seqs.count:
         filling.prefill(q_TND, k_pool, v_pool, out_TND, seqs, head_map_N, scale_log2, v_scale, shared_bytes)
         if gate_TND is not None:
