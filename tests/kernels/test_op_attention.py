@@ -155,6 +155,18 @@ def test_splits_follow_host_numbers():
     assert split_count(0, 1, 132, 32) == 1
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("processors", [1, 30, 400])
+def test_splits_make_no_difference(processors, device, monkeypatch):
+    """One, some of a block and some of two, and one of each block, whose reduction is by parts of the columns."""
+    monkeypatch.setattr(fast, "_card", lambda _: (processors, 64 * 1024))
+    step = make_step([700, 3], [1, 1], (2, 1, 80), 16, device)
+    heads_N = torch.zeros(2, dtype=torch.int32, device=device)
+    arguments = (step.q_TND, step.k_pages, step.v_pages, step.seqs, heads_N, 0.1)
+    got, expected = (impl.paged_attention(*arguments) for impl in (fast, reference))
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+
+
 @BOTH
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("processors", [8, 1])
