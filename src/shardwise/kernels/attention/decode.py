@@ -37,10 +37,11 @@ def load_tile(pool, page, kv_head, offset, page_stride, head_stride, token_strid
 
 
 @triton.jit
-def ask_for_tile(pool, page, kv_head, offset, page_stride, head_stride, token_stride, DIM: tl.constexpr):
+def ask_for_tile(pool, page, kv_head, offset, page_stride, head_stride, token_stride, DIM: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
     """Have what load_tile will load brought to the second-level cache, where writes of it are seen, too."""
     LINE: tl.constexpr = 128 // (pool.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
+    LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1  # pyright: ignore[reportAssignmentType]
     column = tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)
     at = page * page_stride + kv_head * head_stride + offset[:, None] * token_stride + column[None, :]
     ask_for((pool + at).to(tl.int64))
@@ -87,8 +88,8 @@ def decode_kernel(
     step = tl.arange(0, BLOCK_T)
     if PDL:
         offset = first % PAGE_TOKENS + tl.minimum(step, last - 1 - first)
-        ask_for_tile(k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM)
-        ask_for_tile(v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM)
+        ask_for_tile(k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM, BLOCK_D)
+        ask_for_tile(v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, DIM, BLOCK_D)
     after_previous(PDL)
     column = tl.arange(0, BLOCK_D)
     wanted = live[:, None] & (column < DIM)[None, :]
