@@ -150,7 +150,8 @@ def test_pages_that_differ_are_refused(device):
 def test_splits_follow_host_numbers():
     assert split_count(32768, 2, 132, 32) == 128  # the most
     assert split_count(128, 2, 132, 32) == 4  # no more than blocks
-    assert split_count(4096, 256, 132, 32) == 2
+    assert split_count(4096, 32, 132, 32) == 8
+    assert split_count(4096, 256, 132, 32) == 1  # a second split would start when others are done
     assert split_count(4096, 512, 132, 32) == 1
     assert split_count(0, 1, 132, 32) == 1
 

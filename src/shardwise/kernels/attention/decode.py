@@ -22,6 +22,7 @@ from shardwise.kernels.sequences import Sequences
 
 HEADS = 16  # rows of a dot, of which there cannot be fewer
 MAX_SPLITS = 128
+REDUCE_WARPS = 2
 METADATA = ("context", "pages", "head_map")  # views of packed tensors, aligned by chance: not worth a variant
 
 
@@ -179,8 +180,8 @@ def _reduction(dim: int, splits: int) -> dict[str, int]:
 
 
 def split_count(max_length: int, programs: int, processors: int, block_tokens: int) -> int:
-    """Splits that give every processor two programs, as far as each still has a block; from host numbers alone."""
-    return max(1, min(-(-2 * processors // programs), -(-max_length // block_tokens), MAX_SPLITS))
+    """Most splits with which no processor has more than two programs, and each a block; from host numbers alone."""
+    return max(1, min(2 * processors // programs, -(-max_length // block_tokens), MAX_SPLITS))
 
 
 def decode(
@@ -241,7 +242,7 @@ def decode(
         sizes = _reduction(dim, splits)
         reduce_kernel[(count, heads, triton.cdiv(dim, sizes["BLOCK_D"]))](
             partial, stats, out_SND, gate_SND, seqs.context_S, v_scale, splits, *gate_SND.stride()[:2], **sizes,
-            BLOCK_T=constants["BLOCK_T"], GATE=gated, num_warps=4, **launch(pdl),
+            BLOCK_T=constants["BLOCK_T"], GATE=gated, num_warps=REDUCE_WARPS, **launch(pdl),
         )  # fmt: skip
 
 
@@ -265,4 +266,4 @@ def compile_cases() -> Iterator[CompileCase]:
     types |= dict.fromkeys(("partial", "stats"), "*fp32")
     for splits in (2, 32, 64, MAX_SPLITS):
         constexprs = _reduction(256, splits) | {"BLOCK_T": 32, "GATE": True, "PDL": False}
-        yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, 4, 1)
+        yield CompileCase(reduce_kernel, signature(reduce_kernel, constexprs, types), constexprs, REDUCE_WARPS, 1)
