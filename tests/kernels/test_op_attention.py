@@ -181,3 +181,15 @@ def test_a_gate_multiplies_the_output(impl, processors, device, monkeypatch):
     expected = reference.paged_attention(*arguments) * gate.sigmoid()
     got = impl.paged_attention(*arguments, gate_TND=gate)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("gated", [False, True])
+def test_chunks_of_the_family_equal_the_reference(gated, device):
+    """Head dim, pages and a type for which there is a kernel of Hopper's own; lengths about its blocks' ends."""
+    step = make_step([70, 0, 63, 130, 0, 64], [1, 129, 65, 190, 64, 2], (3, 2, 256), 64, device, torch.float16)
+    heads_N = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    gate = torch.randn(451, 3, 512, generator=torch.Generator().manual_seed(3)).to(device, torch.float16)[..., 256:]
+    arguments = (step.q_TND, step.k_pages, step.v_pages, step.seqs, heads_N, 1 / 16, 1.0, 0.5, gate if gated else None)
+    got, expected = (impl.paged_attention(*arguments) for impl in (fast, reference))
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)

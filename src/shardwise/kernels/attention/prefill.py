@@ -21,11 +21,15 @@ KIB = 1024
 
 @triton.jit(do_not_specialize=["pages_stride", "first_sequence"], do_not_specialize_on_alignment=(*METADATA, "starts"))
 def prefill_kernel(
-    q, k_pages, v_pages, out, starts, context, pages, head_map, scale_log2, v_scale, first_sequence, pages_stride,
-    q_token_stride, q_head_stride, out_token_stride, page_stride, head_stride, token_stride, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, FP8: tl.constexpr,
+    q, k_pages, v_pages, out, gate, starts, context, pages, head_map, scale_log2, v_scale, first_sequence, pages_stride,
+    q_token_stride, q_head_stride, gate_token_stride, gate_head_stride, out_token_stride, page_stride, head_stride,
+    token_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_Q: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, block of queries, chunk). Late blocks, which see most, are started first."""
+    """Program (query head, block of queries, chunk). Late blocks, which see most, are started first.
+
+    A page's number is loaded a turn before its keys and values are, for which see decode_kernel.
+    """
     head = tl.program_id(0)
     sequence = (tl.program_id(2) + first_sequence).to(tl.int64)
     begin = tl.load(starts + sequence)
@@ -46,8 +50,9 @@ def prefill_kernel(
     weight_sum = tl.zeros((BLOCK_Q,), tl.float32)
     value_sum = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     last = past + tl.minimum(block + BLOCK_Q, queries)
+    table = pages + sequence * pages_stride
+    page = tl.load(table).to(tl.int64)
     for start in range(0, last, BLOCK_T):
-        page = tl.load(pages + sequence * pages_stride + start // PAGE_TOKENS).to(tl.int64)
         position = start + tl.arange(0, BLOCK_T)
         offset, inside = position % PAGE_TOKENS, position < last
         key = load_tile(
@@ -66,7 +71,11 @@ def prefill_kernel(
         value_sum = settled(value_sum, start < last)
         weight_sum = weight_sum * fade + tl.sum(weight, 1)
         top = new_top
+        page = tl.load(table + tl.minimum(start + BLOCK_T, last - 1) // PAGE_TOKENS).to(tl.int64)
     y = value_sum / weight_sum[:, None] * v_scale
+    if GATE:
+        gate_at = (token * gate_token_stride)[:, None] + head * gate_head_stride + column[None, :]
+        y *= tl.sigmoid(tl.load(gate + gate_at, mask=wanted, other=0.0).to(tl.float32))
     out_at = (token * out_token_stride)[:, None] + head * DIM + column[None, :]
     tl.store(out + out_at, y.to(out.dtype.element_ty), mask=wanted)
 
@@ -76,17 +85,20 @@ def _config(
 ) -> tuple[dict[str, Any], int, int]:
     """Constants, warps and stages for a card with `shared_bytes` per block.
 
-    What a block takes is about the queries and three tiles of keys or values, two of them on their way. In fp32 there
-    are no tensor cores to fill, and a wide product unrolls into very long code.
+    What a block takes is the queries and tiles of keys and of values: where there is room, three of each, so that the
+    next ones are on their way for a turn (Hopper's products free a tile late); else two. In fp32 there are no tensor
+    cores to fill, and a wide product unrolls into very long code.
     """
     block_d = max(16, triton.next_power_of_2(dim))
-    row_bytes = block_d * item_bytes
-    narrow = item_bytes == 4 or row_bytes > 512
-    block_q = 16 if narrow else 128 if shared_bytes >= 160 * KIB else 64
-    fit = next(n for n in (64, 32, 16) if n == 16 or (not narrow and (block_q + 4 * n) * row_bytes <= shared_bytes))
+    row_bytes, kv_bytes = block_d * item_bytes, block_d * (1 if fp8 else item_bytes)
+    narrow, roomy = item_bytes == 4 or row_bytes > 512, shared_bytes >= 160 * KIB
+    block_q = 16 if narrow else 128 if roomy else 64
+    tile_bytes = 6 * kv_bytes if roomy else 4 * row_bytes
+    room = 0 if narrow else (shared_bytes - block_q * row_bytes) // tile_bytes
+    fit = next(n for n in (64, 32, 16) if n <= max(16, room))
     constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_Q": block_q, "FP8": fp8}
     constants["BLOCK_T"] = min(fit, page_tokens & -page_tokens)
-    return constants, 8 if block_q * block_d >= 64 * 256 else 4, 2
+    return constants, 8 if block_q * block_d >= 64 * 256 else 4, 3 if roomy else 2
 
 
 def prefill(
@@ -99,17 +111,23 @@ def prefill(
     scale_log2: float,
     v_scale: float,
     shared_bytes: int,
+    gate_TND: torch.Tensor | None = None,
 ) -> None:
-    """Fills the rows of out_TND, contiguous, that belong to the chunks of `seqs`. FP8 pages come as bytes (uint8)."""
+    """Fills the rows of out_TND, contiguous, of the chunks of `seqs`, times the sigmoid of the gate, if there is one.
+
+    FP8 pages come as their bytes (uint8). shared_bytes (per block): of the card.
+    """
     (_, heads, dim), page_tokens = q_TND.shape, k_pages.shape[2]
     fp8 = k_pages.dtype == torch.uint8
     constants, warps, stages = _config(dim, page_tokens, q_TND.element_size(), fp8, shared_bytes)
+    gate, gated = (q_TND, False) if gate_TND is None else (gate_TND, True)
     grid = (heads, triton.cdiv(seqs.max_query, constants["BLOCK_Q"]), seqs.count - seqs.decodes)
     prefill_kernel[grid](
         q_TND,
         k_pages,
         v_pages,
         out_TND,
+        gate,
         seqs.starts_S1,
         seqs.context_S,
         seqs.pages_SP,
@@ -119,9 +137,11 @@ def prefill(
         seqs.decodes,
         seqs.pages_SP.stride(0),
         *q_TND.stride()[:2],
+        *gate.stride()[:2],
         out_TND.stride(0),
         *k_pages.stride()[:3],
         **constants,
+        GATE=gated,
         num_warps=warps,
         num_stages=stages,
     )
@@ -134,6 +154,7 @@ def compile_cases() -> Iterator[CompileCase]:
         for shared_bytes in (64 * KIB, 99 * KIB, 227 * KIB):
             item_bytes = 4 if kind == "*fp32" else 2
             constants, warps, stages = _config(dim, 64, item_bytes, pool == "*u8", shared_bytes)
-            kinds = types | {"q": kind, "out": kind, "k_pages": pool, "v_pages": pool}
-            signed = signature(prefill_kernel, constants, kinds)
-            yield CompileCase(prefill_kernel, signed, constants, warps, stages, shared_bytes)
+            kinds = types | {"q": kind, "out": kind, "gate": kind, "k_pages": pool, "v_pages": pool}
+            constexprs = constants | {"GATE": True}
+            signed = signature(prefill_kernel, constexprs, kinds)
+            yield CompileCase(prefill_kernel, signed, constexprs, warps, stages, shared_bytes)

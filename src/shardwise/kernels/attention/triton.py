@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.attention import decode as decoding
+from shardwise.kernels.attention import hopper
 from shardwise.kernels.attention import prefill as filling
 from shardwise.kernels.attention.fp8 import fp8_encode
 from shardwise.kernels.cases import CompileCase, signature
@@ -104,17 +105,19 @@ def paged_attention(
     if not q_TND.numel():
         return out_TND
     q_TND = q_TND if q_TND.stride(-1) == 1 else q_TND.contiguous()
+    gate_TND = gate_TND if gate_TND is None or gate_TND.stride(-1) == 1 else gate_TND.contiguous()
     k_pool, v_pool = pools(k_pages, v_pages)
     processors, shared_bytes = _card(q_TND.device)
     scale_log2, decodes = scale * k_scale * log2(e), seqs.decodes
     if decodes:
         first = q_TND[:decodes], k_pool, v_pool, out_TND[:decodes]
-        gate_TND = gate_TND if gate_TND is None or gate_TND.stride(-1) == 1 else gate_TND.contiguous()
         decoding.decode(*first, seqs, head_map_N, scale_log2, v_scale, processors, shared_bytes, gate_TND, pdl)
     if decodes < seqs.count:
-        filling.prefill(q_TND, k_pool, v_pool, out_TND, seqs, head_map_N, scale_log2, v_scale, shared_bytes)
-        if gate_TND is not None:
-            out_TND[decodes:] *= gate_TND[decodes:].sigmoid()
+        arguments = q_TND, k_pool, v_pool, out_TND, seqs, head_map_N, scale_log2, v_scale
+        if hopper.fits(q_TND, k_pool, v_pool, gate_TND):
+            hopper.prefill(*arguments, gate_TND)
+        else:
+            filling.prefill(*arguments, shared_bytes, gate_TND)
     return out_TND
 
 
@@ -130,6 +133,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """All kernels of this op, for head dims of the family."""
     yield from decoding.compile_cases()
     yield from filling.compile_cases()
+    yield from hopper.compile_cases()
     for dim, pool in ((256, "*bf16"), (256, "*u8")):
         constexprs = {"DIM": dim, "BLOCK": dim, "PAGE_TOKENS": 64, "FP8": pool == "*u8"}
         types = {"k": "*bf16", "v": "*bf16", "k_pages": pool, "v_pages": pool, "slots": "*i64"}
