@@ -11,10 +11,12 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize(("dim", "half"), [(48, 5), (64, 32)])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, (5, 1)), (4, (3, 3)), (0, (2, 1)), (2, (2, 0)), (2, (0, 1))])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, (9, 1)), (4, (3, 3)), (0, (2, 1)), (2, (2, 0)), (2, (0, 1))])
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "fp8"])
-def test_queries_and_pages(kind, tokens, heads, dim, half, device):
+@pytest.mark.parametrize("many", [1, 256])
+def test_queries_and_pages(kind, tokens, heads, dim, half, many, device, monkeypatch):
     """Queries and gates take turns, as the projection gives them; slots of two pages, out of order."""
+    monkeypatch.setattr(fast, "MANY_TOKENS", many)
     make = torch.Generator().manual_seed(dim + tokens)
     dtype = torch.float16 if kind == "fp16" else torch.float32
     pool = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[kind]

@@ -40,7 +40,7 @@ def turned(
 
 
 @triton.jit
-def _turn(
+def turn(
     x, weight, out, cos, sin, row, head, heads, token_stride, head_stride, eps, DIM: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -64,10 +64,10 @@ def qk_norm_rope_kernel(
     lane = tl.arange(0, HEADS)
     if tile < q_tiles:
         head = tile * HEADS + lane
-        _turn(q, q_weight, q_out, cos, sin, row, head, q_heads, q_token_stride, q_head_stride, eps, DIM, BLOCK, HALF)
+        turn(q, q_weight, q_out, cos, sin, row, head, q_heads, q_token_stride, q_head_stride, eps, DIM, BLOCK, HALF)
     else:
         head = (tile - q_tiles) * HEADS + lane
-        _turn(k, k_weight, k_out, cos, sin, row, head, k_heads, k_token_stride, k_head_stride, eps, DIM, BLOCK, HALF)
+        turn(k, k_weight, k_out, cos, sin, row, head, k_heads, k_token_stride, k_head_stride, eps, DIM, BLOCK, HALF)
 
 
 def _config(dim: int, half: int) -> tuple[dict[str, int], int]:

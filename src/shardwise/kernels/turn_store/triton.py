@@ -14,9 +14,9 @@ from shardwise.kernels.attention.fp8 import fp8_encode
 from shardwise.kernels.attention.triton import pools
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
-from shardwise.kernels.rope.triton import turned
+from shardwise.kernels.rope.triton import turn, turned
 
-HEADS = 2  # of a program
+MANY_TOKENS = 256  # from here on there are programs enough with more heads each, of which more is on its way at once
 
 
 @triton.jit
@@ -29,38 +29,35 @@ def _store(pages, at, value, mask, FP8: tl.constexpr):
 def turn_store_kernel(
     q, k, v, q_weight, k_weight, cos, sin, q_out, k_pages, v_pages, slots, q_heads, k_heads, q_token_stride,
     q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, page_stride, head_stride, token_stride,
-    k_inverse, v_inverse, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    k_inverse, v_inverse, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, i): the i-th HEADS heads, first those of q, then of k, then of v."""
+    """Program (token, i): the i-th tile of heads: first Q_HEADS of q each, then K_HEADS of k and of v."""
     let_next_come(PDL)
     row, tile, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
-    q_tiles, k_tiles = tl.cdiv(q_heads, HEADS), tl.cdiv(k_heads, HEADS)
-    slot, lane = tl.load(slots + row), tl.arange(0, HEADS)
-    page_at = slot // PAGE_TOKENS * page_stride + slot % PAGE_TOKENS * token_stride
+    q_tiles, slot = tl.cdiv(q_heads, Q_HEADS), tl.load(slots + row)
     after_previous(PDL)
     if tile < q_tiles:
-        head = tile * HEADS + lane
-        y = turned(q, q_weight, cos, sin, row, head, q_heads, q_token_stride, q_head_stride, eps, DIM, BLOCK, HALF)
-        mask = (head < q_heads)[:, None] & (column < DIM)[None, :]
-        at = ((row * q_heads + head) * DIM)[:, None] + column[None, :]
-        tl.store(q_out + at, y.to(q_out.dtype.element_ty), mask=mask)
-    elif tile < q_tiles + k_tiles:
-        head = (tile - q_tiles) * HEADS + lane
-        y = turned(k, k_weight, cos, sin, row, head, k_heads, k_token_stride, k_head_stride, eps, DIM, BLOCK, HALF)
-        key = y.to(k.dtype.element_ty).to(tl.float32) * k_inverse
-        mask = (head < k_heads)[:, None] & (column < DIM)[None, :]
-        _store(k_pages, page_at + (head * head_stride)[:, None] + column[None, :], key, mask, FP8)
+        q_head = tile * Q_HEADS + tl.arange(0, Q_HEADS)
+        turn(q, q_weight, q_out, cos, sin, row, q_head, q_heads, q_token_stride, q_head_stride, eps, DIM, BLOCK, HALF)
     else:
-        head = (tile - q_tiles - k_tiles) * HEADS + lane
+        head = (tile - q_tiles) * K_HEADS + tl.arange(0, K_HEADS)
         mask = (head < k_heads)[:, None] & (column < DIM)[None, :]
-        at = row * v_token_stride + (head * v_head_stride)[:, None] + column[None, :]
-        value = tl.load(v + at, mask=mask, other=0.0).to(tl.float32) * v_inverse
-        _store(v_pages, page_at + (head * head_stride)[:, None] + column[None, :], value, mask, FP8)
+        v_at = row * v_token_stride + (head * v_head_stride)[:, None] + column[None, :]
+        value = tl.load(v + v_at, mask=mask, other=0.0)
+        y = turned(k, k_weight, cos, sin, row, head, k_heads, k_token_stride, k_head_stride, eps, DIM, BLOCK, HALF)
+        page_at = slot // PAGE_TOKENS * page_stride + slot % PAGE_TOKENS * token_stride
+        at = page_at + (head * head_stride)[:, None] + column[None, :]
+        _store(v_pages, at, value.to(tl.float32) * v_inverse, mask, FP8)
+        _store(k_pages, at, y.to(k.dtype.element_ty).to(tl.float32) * k_inverse, mask, FP8)
 
 
-def _config(dim: int, half: int) -> tuple[dict[str, int], int]:
-    return {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "HALF": half, "HEADS": HEADS}, 2
+def _config(dim: int, half: int, tokens: int, queries: int, keys: int) -> tuple[dict[str, int], int]:
+    """Constants and warps."""
+    most = 8 if tokens >= MANY_TOKENS else 2
+    q_heads, k_heads = (max(1, min(most, triton.next_power_of_2(heads))) for heads in (queries, keys))
+    constants = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "HALF": half}
+    return constants | {"Q_HEADS": q_heads, "K_HEADS": k_heads}, 2
 
 
 def turn_store(
@@ -86,8 +83,8 @@ def turn_store(
         return q_out
     q_TND, k_TKD, v_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TND, k_TKD, v_TKD))
     k_pool, v_pool = pools(k_pages, v_pages)
-    constants, warps = _config(dim, cos_TR.shape[1])
-    grid = (tokens, triton.cdiv(queries, HEADS) + 2 * triton.cdiv(keys, HEADS))
+    constants, warps = _config(dim, cos_TR.shape[1], tokens, queries, keys)
+    grid = (tokens, triton.cdiv(queries, constants["Q_HEADS"]) + triton.cdiv(keys, constants["K_HEADS"]))
     turn_store_kernel[grid](
         q_TND, k_TKD, v_TKD, q_weight_D, k_weight_D, cos_TR.contiguous(), sin_TR.contiguous(), q_out, k_pool, v_pool,
         kv_slots_T, queries, keys, *q_TND.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2],
@@ -101,8 +98,8 @@ def compile_cases() -> Iterator[CompileCase]:
     """Head dims of the family, a quarter of them rotary, over pages in bf16 and FP8."""
     types = dict.fromkeys(("q", "k", "v", "q_weight", "k_weight", "q_out"), "*bf16")
     types |= {"cos": "*fp32", "sin": "*fp32", "eps": "fp32", "k_inverse": "fp32", "v_inverse": "fp32", "slots": "*i64"}
-    for dim, pool in ((128, "*bf16"), (256, "*bf16"), (256, "*u8")):
-        constants, warps = _config(dim, dim // 8)
+    for tokens, dim, pool in ((1, 128, "*bf16"), (1, 256, "*bf16"), (1, 256, "*u8"), (MANY_TOKENS, 256, "*bf16")):
+        constants, warps = _config(dim, dim // 8, tokens, 16, 2)
         constexprs = constants | {"PAGE_TOKENS": 64, "FP8": pool == "*u8", "PDL": False}
         signed = signature(turn_store_kernel, constexprs, types | {"k_pages": pool, "v_pages": pool})
         yield CompileCase(turn_store_kernel, signed, constexprs, warps, 1)
