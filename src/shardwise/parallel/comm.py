@@ -74,6 +74,10 @@ class Communicator(Protocol):
         """The first rank's `x`; those of the others, of its shape, may hold it afterwards, or be as they were."""
         ...
 
+    def check(self) -> None:
+        """Raises RuntimeError if it is known that the group is lost. Waits for nothing."""
+        ...
+
     def minimum(self, value: int) -> int:
         """The least of all ranks' host numbers."""
         ...
@@ -108,6 +112,9 @@ class Alone:
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def check(self) -> None:
+        pass
 
     def minimum(self, value: int) -> int:
         return value
@@ -163,6 +170,9 @@ class TorchCommunicator:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         dist.broadcast(x, self.first, group=self.data)
         return x
+
+    def check(self) -> None:
+        pass
 
     def minimum(self, value: int) -> int:
         least = torch.tensor(value)
