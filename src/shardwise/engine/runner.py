@@ -160,7 +160,7 @@ class Runner:
 
     def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | Written | None:
         """First rank: one step on all ranks. As engine.Runner."""
-        self.ctx.comm.send(msgspec.msgpack.encode(plan))
+        self.ctx.comm.send(msgspec.msgpack.encode(plan), wait=not plan.chunks)  # behind steps come others, or an end
         if plan.resize is not None:
             self.resize(plan, plan.resize)
         if not plan.chunks:
