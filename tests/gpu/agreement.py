@@ -39,7 +39,7 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.config import ServeConfig
 from shardwise.engine.build import Blueprint, blueprint
 from shardwise.engine.formats import FP8
-from shardwise.engine.graphs import DecodeGraphs, Inputs
+from shardwise.engine.graphs import DecodeGraphs, Inputs, Turns
 from shardwise.engine.place import device_kind
 from shardwise.engine.plan import Chunk
 from shardwise.engine.runner import Runner
@@ -146,13 +146,15 @@ class Given:
 class Launched(DecodeGraphs):
     """Decode steps of the shapes that graphs have, without one: so that operations can be noted."""
 
-    def run(self, chunks: Sequence[Chunk], keep: int = 0) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         longest = max(chunk.start for chunk in chunks) + 1
         size = next(size for size in self.sizes if size >= len(chunks))
         length = next(length for length in self.lengths if length >= longest)
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
-        self._fill(inputs, chunks)
-        tokens_B, positions_B = inputs.wide_3B[:2]
+        turns = Turns(inputs)
+        self._fill(turns.fields[0], chunks)
+        inputs.words_X.copy_(turns.words[0])
+        tokens_B, positions_B = inputs.fields.wide_3B[:2]
         last_R, seqs = self.last_tokens, inputs.seqs
         return self.model(tokens_B, positions_B, seqs, self.caches, None, last_tokens_R=last_R)[: len(chunks)]
 

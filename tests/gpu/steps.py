@@ -29,7 +29,7 @@ from shardwise.cache.pool import allocate
 from shardwise.checkpoint.index import DTYPES
 from shardwise.config import ServeConfig
 from shardwise.engine.build import blueprint, load_weights
-from shardwise.engine.graphs import DecodeGraphs, Inputs
+from shardwise.engine.graphs import DecodeGraphs, Inputs, Turns
 from shardwise.engine.plan import Chunk
 from shardwise.engine.tables import PageTables
 from shardwise.kernels import tuning
@@ -231,8 +231,11 @@ def eager(steps: Steps, chunks: list[Chunk]) -> torch.Tensor:
     graphs = DecodeGraphs(steps.model, steps.caches, steps.tables, steps.last_tokens, steps.ctx)
     inputs = Inputs.empty(len(chunks), graphs.lengths[0], steps.tables.page_tokens, steps.device)
     steps.fresh()
-    graphs._fill(inputs, chunks)
-    return steps.model(inputs.wide_3B[0], inputs.wide_3B[1], inputs.seqs, steps.caches, None)
+    turns = Turns(inputs)
+    graphs._fill(turns.fields[0], chunks)
+    inputs.words_X.copy_(turns.words[0])
+    tokens_B, positions_B = inputs.fields.wide_3B[:2]
+    return steps.model(tokens_B, positions_B, inputs.seqs, steps.caches, None)
 
 
 def sweep(steps: Steps, form: str, names: str, stop_s: float) -> dict[str, Any]:

@@ -103,3 +103,19 @@ def test_triton_draws_among_the_likeliest_as_the_reference_does(vocabulary, cand
         assert got.tolist() == want.tolist()
     none = torch.zeros(0, dtype=torch.int64, device=device)
     assert fast.draw_among(logits_LV.to(device), none, candidates, given[0][:0], given[1][:0]).shape == (0,)
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_tokens_are_kept_by_row_and_by_turn(impl, count, device):
+    """Rows of padding are all row 0."""
+    tokens_B = torch.arange(100, 100 + count, device=device)
+    rows_B = torch.arange(count, 0, -1, dtype=torch.int32, device=device)
+    rows_B[count // 2 + 1 :] = 0
+    last_R, told_KB = torch.full((count + 2,), -5, device=device), torch.full((3, count), -6, device=device)
+    impl.keep_tokens(tokens_B, rows_B, last_R, told_KB, torch.tensor([1], dtype=torch.int32, device=device))
+    assert told_KB.tolist() == [[-6] * count, tokens_B.tolist(), [-6] * count]
+    kept = {row: token for row, token in zip(rows_B.tolist(), tokens_B.tolist(), strict=True) if row}
+    assert {row: int(last_R[row]) for row in range(1, count + 2)} == {
+        row: kept.get(row, -5) for row in range(1, count + 2)
+    }

@@ -1,16 +1,20 @@
 """What the ranks of the pool run in engine tests: the first leads as in a server, the others follow."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import build as building
-from shardwise.engine.build import Leader, build_rank
+from shardwise.engine import graphs as decoding
+from shardwise.engine.build import Leader, Rank, build_rank
+from shardwise.engine.graphs import DecodeGraphs
 from shardwise.engine.messages import CacheResized, Failed, Generate, Picture, ResizeCache, SamplingParams, Tokens
 from shardwise.layers.embedding import Head
 from shardwise.parallel.comm import Alone, TorchCommunicator
@@ -52,6 +56,7 @@ def generate(
     resizes: Sequence[tuple[int, int]] = (),
     resized: bool = False,
     shortlist: bool = False,
+    graphs: bool = False,
 ) -> tuple[Any, ...] | None:
     """On the first rank the tokens of each request (prompt, sampling, and its pictures if it has any: the fields of
     Picture after the id), its stop token at the end, and the preemptions.
@@ -59,17 +64,21 @@ def generate(
     arrive_every: steps between two arrivals; 0: all at once. resizes: slots of experts, or tokens of KV cache, to
     change to, every RESIZE_EVERY steps in turn; with `resized`, what they were answered is returned, too, and how many
     pages of requests got another number. shortlist: heads keep one, and the rows of logits that were made by way of it
-    are returned, too, with the logits that they had.
+    are returned, too, with the logits that they had. graphs: decode steps go the way of graphs, which are steps run
+    anew here, and one step is launched ahead; the number of graphs that choose tokens is returned, too.
     """
     comm = TorchCommunicator(group, group) if world > 1 else Alone()
     config = ServeConfig(ranks=world, device="cpu", **serve)
     with packed_as_one_block(wrong_cut):
         one = build_rank(config, RankEnvironment(rank, world, rank, world, 0), comm)
     listed = with_shortlist(one.runner.model.head) if shortlist else []
+    if graphs:
+        one.runner.graphs = graphs_anew(one)
     if rank:
         one.runner.follow()
         return None
     leader = Leader(one, config)
+    leader.engine._steps_ahead = int(graphs)
     waiting = [message_of(n, *request) for n, request in enumerate(requests)]
     out: list[list[int]] = [[] for _ in requests]
     steps, told = 0, list[tuple[CacheResized, int]]()
@@ -93,7 +102,22 @@ def generate(
         steps += 1
     leader.engine.check()
     leader.stop()
-    return (out, leader.stats().preemptions, *([told] if resized else []), *([sum(listed)] if shortlist else []))
+    choosing = [sum(keep > 0 for *_, keep in one.runner.graphs.captured)] if one.runner.graphs else []
+    told_too = [*([told] if resized else []), *([sum(listed)] if shortlist else []), *choosing]
+    return (out, leader.stats().preemptions, *told_too)
+
+
+def graphs_anew(one: Rank) -> DecodeGraphs:
+    """Graphs of a rank on a CPU."""
+
+    def captured(step: Callable[[], torch.Tensor], pool: Any, device: torch.device) -> tuple[Any, torch.Tensor]:
+        out = step()
+        return SimpleNamespace(replay=lambda: out.copy_(step())), out
+
+    runner = one.runner
+    decoding.captured = captured
+    with mock.patch("torch.cuda.graph_pool_handle"):
+        return DecodeGraphs(runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx)
 
 
 def with_shortlist(head: Head) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.config import ConfigError
 from shardwise.parallel import connect as connecting
 from shardwise.parallel import peers
-from shardwise.parallel.comm import GATHERED_BYTES, Alone, TorchCommunicator
+from shardwise.parallel.comm import GATHERED_BYTES, INLINE_BYTES, Alone, TorchCommunicator
 from shardwise.parallel.connect import WrongAnswer, connect, prove, within
 from shardwise.parallel.peers import hindrance
 
@@ -50,6 +50,24 @@ def agreed_bytes(rank: int, world: int, group: dist.ProcessGroup) -> int:
 
 def test_ranks_agree_on_the_sizes_at_which_peers_win(ranks):
     assert ranks.run(2, agreed_bytes, timeout_s=20) == [16384, 16384]
+
+
+def messages(rank: int, world: int, group: dist.ProcessGroup, sizes: list[int]) -> list[bytes]:
+    """As sent, not waiting for all of them, with numbers of the host between."""
+    comm, sent = TorchCommunicator(group, group), [bytes([n]) * size for n, size in enumerate(sizes)]
+    for n, payload in enumerate(sent):
+        if rank:
+            sent[n] = comm.receive()
+        else:
+            comm.send(payload, wait=n % 3 == 2)
+        assert n % 2 or comm.minimum(rank + n) == n
+    return sent
+
+
+def test_messages_arrive_in_order_whatever_is_waited_for(ranks):
+    sizes = [0, 1, INLINE_BYTES - 8, INLINE_BYTES - 7, 5, 5 * INLINE_BYTES, 3, 2 * INLINE_BYTES]
+    want = [bytes([n]) * size for n, size in enumerate(sizes)]
+    assert ranks.run(3, messages, timeout_s=20, sizes=sizes) == [want] * 3
 
 
 def sums(rank: int, world: int, group: dist.ProcessGroup) -> list[torch.Tensor]:

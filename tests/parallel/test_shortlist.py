@@ -29,6 +29,26 @@ def test_tokens_are_those_of_whole_rows(world: int, ranks: Ranks) -> None:
     assert 0 < there < left_out
 
 
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("arrive_every", [0, 3])
+def test_tokens_are_the_same_if_steps_choose_them_and_no_rank_is_told(
+    world: int, arrive_every: int, ranks: Ranks
+) -> None:
+    """Requests that want other logits are among them for a while, and some end early."""
+    counts = (12, 30, 4, 25, 9, 17)
+    ways = [*WAYS, {**RANDOM, "top_p": 0.7}, {"logprobs": 1}]
+    requests = [
+        (list(range(5 + n, 25 + 3 * n)), {"max_tokens": count} | way)
+        for n, (count, way) in enumerate(zip(counts, ways, strict=True))
+    ]
+    serve = {"model": str(evaluation.miniature()), "max_num_seqs": 4, "max_model_len": 1024}
+    asked = {"serve": serve, "requests": requests, "arrive_every": arrive_every}
+    want, _ = ranks.run(world, engine_ranks.generate, **asked)[0]
+    got, _, choosing = ranks.run(world, engine_ranks.generate, **asked, graphs=True)[0]
+    assert got == want
+    assert choosing >= 2
+
+
 def test_who_wants_other_logits_gets_whole_rows(ranks: Ranks) -> None:
     serve = {"model": str(evaluation.miniature()), "max_num_seqs": 4, "max_model_len": 1024}
     both = {"max_tokens": 3, "ignore_eos": True}

@@ -1,12 +1,13 @@
 """A runner whose model is a function of all the tokens of a sequence, which it knows from the plans alone."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from shardwise.engine.engine import StepLogits
 from shardwise.engine.plan import StepPlan
-from shardwise.engine.request import Limits
+from shardwise.engine.request import Limits, Request
 
 VOCAB = 13
 
@@ -131,7 +132,7 @@ class FakeRunner:
         poisoned = any(history[: len(start)] == start for start in self.poison)
         return [float("nan")] * VOCAB if poisoned else list(model(history))
 
-    def run(self, plan: StepPlan) -> StepLogits | None:
+    def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | None:
         assert not self.awaiting, "the last step's tokens were never shared"
         self.plans.append(plan)
         histories, follower = (rank.apply(plan) for rank in self.ranks)

@@ -4,14 +4,18 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shardwise.config import RankEnvironment, ServeConfig
 from shardwise.engine import graphs as decode
 from shardwise.engine.build import Rank, build_rank
+from shardwise.engine.messages import SamplingParams
 from shardwise.engine.plan import Chunk
-from shardwise.engine.sampler import LISTED
+from shardwise.engine.request import Request
+from shardwise.engine.sampler import LISTED, Sampler
+from shardwise.layers.delta import DeltaState
 from shardwise.parallel.comm import Alone
 from tests.golden.eval import miniature
 
@@ -53,31 +57,74 @@ def again(rank: Rank) -> Iterator[Callable[[], None]]:
     rank.runner.model.head.shortlist = None
 
 
+def requests(*ways: dict[str, Any]) -> list[Request]:
+    """In the rows of STEP, each about to get its third token."""
+    every = [msgspec.convert({"max_tokens": 9, "temperature": 0.0} | way, SamplingParams) for way in ways]
+    return [Request(str(n), [1], way, n, seed=n, output=[2, 3], pending=1) for n, way in enumerate(every)]
+
+
+GREEDY = requests({}, {}, {})
+MIXED = requests({"temperature": 0.9, "top_k": 5}, {}, {"temperature": 30.0, "top_k": LISTED, "top_p": 0.9})
+
+
 @torch.inference_mode()
 @pytest.mark.usefixtures("anew")
-def test_a_step_takes_the_graph_of_the_logits_that_matter(rank: Rank, again: Callable[[], None]) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("keep", "kept", "who"), [(1, 1, GREEDY), (LISTED, LISTED, MIXED), (5, LISTED, GREEDY)])
+def test_a_graph_chooses_what_the_sampler_would(
+    rank: Rank, again: Callable[[], None], listed: bool, keep: int, kept: int, who: list[Request]
+) -> None:
     runner = rank.runner
-    parts = runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx
-    want_BV = runner.forward(STEP).clone()
     for chunk in STEP:
         runner.tables.update(chunk)
-    runner.model.head.make_shortlist()
-    graphs = decode.DecodeGraphs(*parts)
-    for keep, kept in ((0, 0), (1, 1), (2, LISTED), (LISTED, LISTED), (LISTED + 1, 0)):
-        again()
-        got_BV = graphs.run(STEP, keep)
-        assert (4, 256, kept) in graphs.captured
-        there_BV = got_BV > -torch.inf
-        assert there_BV.all() == (kept == 0), keep
-        torch.testing.assert_close(got_BV[there_BV], want_BV[there_BV], rtol=1e-3, atol=1e-3)
-        best_BK = want_BV.topk(max(keep, 1) if kept else 1).indices
-        assert there_BV.gather(1, best_BK).all()
-    assert {key[2] for key in graphs.captured} == {*decode.KEEPS}
-    runner.model.head.shortlist = None
+    if listed:
+        runner.model.head.make_shortlist()
+    graphs = decode.DecodeGraphs(runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx)
+    logits_LV = graphs.run(STEP)
+    assert bool(logits_LV.isfinite().all())
+    want = [token for token, _ in Sampler(runner.ctx.ops).sample(logits_LV, who).read()]
     again()
-    plain = decode.DecodeGraphs(*parts)
-    torch.testing.assert_close(plain.run(STEP, 1), want_BV, rtol=1e-3, atol=1e-3)
-    assert {*plain.captured} == {(4, 256, 0)}
+    runner.last_tokens.fill_(-7)
+    assert graphs.choose(STEP, keep, who).lists() == [want]
+    assert runner.last_tokens[1:].tolist() == [*want, -7, -7, -7]
+    assert {*graphs.captured} == {(4, 256, 0), (4, 256, kept)}
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("anew", "again")
+def test_tokens_of_two_steps_can_be_under_way(rank: Rank) -> None:
+    """And rows that a smaller step leaves over are padding again."""
+    runner = rank.runner
+    for chunk in STEP:
+        runner.tables.update(chunk)
+    graphs = decode.DecodeGraphs(runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx)
+    first = graphs.choose(STEP, 1)
+    later = [Chunk(chunk.row, chunk.start + 1, 1, [], [], True) for chunk in STEP]
+    second = graphs.choose(later, 1)
+    ((a, b, c), (d, e, f)) = *first.lists(), *second.lists()
+    assert runner.last_tokens[1:4].tolist() == [d, e, f]
+    assert len({a, b, c, d, e, f}) > 2
+    turn = next(iter(graphs.captured.values())).turns.next()
+    graphs.choose(STEP[:1] * 3, 1)
+    graphs._fill(fields := graphs.captured[4, 256, 1].turns.fields[turn], STEP[:2], turn)
+    assert fields.rows_B.tolist() == [1, 2, 0, 0]
+    assert not fields.wide_3B[:, 2:].any()
+    assert not fields.pages_BP[2:].any()
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("anew")
+def test_a_row_that_is_not_finite_gets_minus_one(rank: Rank, again: Callable[[], None]) -> None:
+    runner = rank.runner
+    for chunk in STEP:
+        runner.tables.update(chunk)
+    for keep in (1, LISTED):
+        again()
+        next(cache for cache in runner.caches if isinstance(cache, DeltaState)).delta[2] = torch.nan
+        graphs = decode.DecodeGraphs(runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx)
+        ((one, two, three),) = graphs.choose(STEP, keep, MIXED).lists()
+        assert two == runner.last_tokens[2] == -1
+        assert min(one, three) >= 0
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ Legend: L sampled rows, V vocabulary, C tokens of a chunk, K chunks to check.
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from shardwise.engine.grammar import Grammars, mask
 from shardwise.engine.messages import Failed, Generate, GrammarError, Logprob, Picture, Stats, Tokens
 from shardwise.engine.pictures import PictureCache, PictureCounts, Pictures
 from shardwise.engine.plan import Chunk, Resize, StepPlan
-from shardwise.engine.readback import Readback
+from shardwise.engine.readback import Readback, Written
 from shardwise.engine.request import SEED_MASK, Limits, Request, RequestRefused, check_fits, check_sampling
 from shardwise.engine.reuse import ReuseOptions
 from shardwise.engine.sampler import PromptScores, Sampled, Sampler, enough, score_prompt
@@ -41,14 +41,18 @@ class StepLogits:
 class Runner(Protocol):
     """The model on all ranks, as the first one drives it. Steps are carried out in the order they are given."""
 
-    def run(self, plan: StepPlan) -> StepLogits | None:
-        """Send `plan` to the other ranks and run it; None if none of its chunks wants logits. Need not wait for it."""
+    def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | Written | None:
+        """Send `plan` to the other ranks and run it; None if none of its chunks wants logits. Need not wait for it.
+
+        sampled: the requests that get a token, in order. Where the plan says that few ids matter (`keep`), the runner
+        may choose and share these tokens by itself, and give them instead of logits.
+        """
         ...
 
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
         """Share the tokens sampled for `rows` with all ranks, as the rows' last tokens: int64, -1 for a failed row.
 
-        Called once after each plan with a chunk to sample.
+        Called once after each plan with a chunk to sample, unless `run` gave tokens.
         """
         ...
 
@@ -274,7 +278,9 @@ class Engine:
 
     def _launch(self, step: Step) -> _Launched:
         """Give a step to the device: model, sampler, and the scores of prompts. Nothing here waits for it."""
-        logits = self._runner.run(self._plan_of(step))
+        logits = self._runner.run(self._plan_of(step), step.sampled)
+        if isinstance(logits, Written):
+            return _Launched(step, Sampled(logits), {})
         if logits is None:
             if step.sampled:
                 raise RuntimeError(
@@ -291,6 +297,7 @@ class Engine:
         if step.sampled:
             mask(logits.sampled_LV, step.sampled)
             sampled = self._sampler.sample(logits.sampled_LV, step.sampled)
+            assert sampled.tokens_L is not None
             self._runner.commit([request.row for request in step.sampled], sampled.tokens_L)
             for request in step.sampled:
                 if request.constraint is not None and request.constraint.fault and request.id in self._requests:

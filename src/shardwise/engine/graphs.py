@@ -1,73 +1,135 @@
 """Decode steps as CUDA graphs: one launch for the whole model, by the number of requests and their longest context.
 
-Legend: B requests of a graph (padded with row 0), P pages of its longest context, V vocabulary.
+Legend: B requests of a graph (padded with row 0), P pages of its longest context, V vocabulary, K turns, X words.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from shardwise.engine.plan import Chunk
-from shardwise.engine.sampler import LISTED
+from shardwise.engine.readback import Written
+from shardwise.engine.request import Request
+from shardwise.engine.sampler import LISTED, choose, parameters
 from shardwise.engine.tables import PageTables
 from shardwise.kernels.sequences import Sequences
+from shardwise.layers.embedding import LISTED_ROWS
 from shardwise.models.qwen3_5 import LayerCache, Model
 from shardwise.parallel.context import RankContext
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LENGTHS = (4096, 32768, 262144)  # tokens; a graph's launch grids are made for its longest
-KEEPS = (0, 1, LISTED)  # how many of the likeliest a graph's logits are for; 0: all are there
+KEEPS = (0, 1, LISTED)  # how many of the likeliest a graph chooses tokens from; 0: it gives logits
+TURNS = 2  # of a graph: steps that can be under way, counted from their launch until the host has their tokens
+
+
+Words = TypeVar("Words", torch.Tensor, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Fields(Generic[Words]):
+    """A step's inputs in words of int32, on the device or on the host, each aligned to 16 bytes, by which kernels are
+    compiled. Padding is zeros, but for parameters of draws, which may be any."""
+
+    wide_3B: Words  # int64: token or -row, position, KV slot
+    ints_B4: Words  # int64, of draws, as of sampler.parameters; those of ranks but the first do not count
+    floats_B3: Words  # fp32, of the same
+    context_B: Words
+    rows_B: Words
+    pages_BP: Words
+    turn_1: Words  # which of the graph's turns this is
+
+    @staticmethod
+    def counts(size: int, pages: int) -> list[int]:
+        """Words of each."""
+        return [-(-count // 4) * 4 for count in (6 * size, 8 * size, 3 * size, size, size, size * pages, 1)]
+
+    @classmethod
+    def of(cls, words_X: Words, size: int, pages: int, long: Any, real: Any) -> "Fields[Words]":
+        """Views of `words_X`. long, real: int64 and fp32, as torch or numpy calls them."""
+        counts = cls.counts(size, pages)
+        ends = list(accumulate(counts))
+        wide, ints, floats, context, rows, table, turn = (
+            words_X[end - count : end] for count, end in zip(counts, ends, strict=True)
+        )
+        return cls(
+            wide[: 6 * size].view(long).reshape(3, size),
+            ints.view(long).reshape(size, 4),
+            floats.view(real)[: 3 * size].reshape(size, 3),
+            context[:size],
+            rows[:size],
+            table[: size * pages].reshape(size, pages),
+            turn[:1],
+        )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a graph reads from: all in one buffer, so that one copy fills it.
-
-    wide_3B: int64, token or -row, position, KV slot; what follows it is int32, seen through seqs.
-    """
+    """Where a graph reads from: all in one buffer, so that one copy fills it."""
 
     words_X: torch.Tensor  # int32
-    wide_3B: torch.Tensor
-    seqs: Sequences
+    fields: Fields[torch.Tensor]
+    seqs: Sequences  # views of the fields
+    every_B: torch.Tensor  # int64: 0, 1, ...
 
     @classmethod
     def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
-        pages, wide = -(-length // page_tokens), cls.wide_words(size)
-        words_X = torch.zeros(wide + size * (2 + pages), dtype=torch.int32, device=device)
-        wide_X, context_S, rows_S, pages_X = words_X.split((wide, size, size, size * pages))
-        wide_3B = wide_X[: 6 * size].view(torch.int64).view(3, size)
+        pages = -(-length // page_tokens)
+        words_X = torch.zeros(sum(Fields.counts(size, pages)), dtype=torch.int32, device=device)
+        fields = Fields.of(words_X, size, pages, torch.int64, torch.float32)
         seqs = Sequences(
             starts_S1=torch.arange(size + 1, dtype=torch.int32, device=device),
-            context_S=context_S,
-            state_rows_S=rows_S,
-            pages_SP=pages_X.view(size, pages),
-            kv_slots_T=wide_3B[2],
+            context_S=fields.context_B,
+            state_rows_S=fields.rows_B,
+            pages_SP=fields.pages_BP,
+            kv_slots_T=fields.wide_3B[2],
             decodes=size,
             max_query=1,
             max_length=length,
         )
-        return cls(words_X, wide_3B, seqs)
+        return cls(words_X, fields, seqs, torch.arange(size, device=device))
 
-    @staticmethod
-    def wide_words(size: int) -> int:
-        """Words of wide_3B, up to where the next are aligned to 16 bytes, by which kernels are compiled."""
-        return -(-6 * size // 4) * 4
+
+class Turns:
+    """The host's side of a graph: what it reads and writes there, for each of the steps that can be under way."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        size, pages = inputs.seqs.pages_SP.shape
+        gpu = inputs.words_X.device.type == "cuda"
+        self.words = [torch.zeros(len(inputs.words_X), dtype=torch.int32, pin_memory=gpu) for _ in range(TURNS)]
+        self.fields = [Fields.of(words_X.numpy(), size, pages, np.int64, np.float32) for words_X in self.words]
+        self.told_KB = torch.zeros((TURNS, size), dtype=torch.int64, pin_memory=gpu)  # tokens that the graph chose
+        self.told = list(self.told_KB.numpy())
+        self.done = [torch.cuda.Event() if gpu else None for _ in range(TURNS)]
+        self._last = 0
+
+    def next(self) -> int:
+        """The turn whose step was launched longest ago, once that is done."""
+        self._last = turn = (self._last + 1) % TURNS
+        if (done := self.done[turn]) is not None:
+            done.synchronize()
+        return turn
 
 
 @dataclass(frozen=True)
 class Captured:
+    """A graph of a step. out_B: logits [B, V], or tokens [B] where it chooses them; written anew by each replay."""
+
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    logits_BV: torch.Tensor  # written anew by each replay
+    turns: Turns
+    out_B: torch.Tensor
 
 
 class DecodeGraphs:
     """Captured on first use of a size, a length and one of KEEPS, or by `capture_all`; every rank captures and replays
-    alike."""
+    alike. So that launching a step is little work, the choice of tokens is in the graph where a Sampler is not
+    needed."""
 
     def __init__(
         self,
@@ -89,34 +151,57 @@ class DecodeGraphs:
         """Capture every size at the shortest length and the smallest sizes at all; largest first, to share memory."""
         for length in self.lengths:
             for size in reversed(self.sizes if length == self.lengths[0] else self.sizes[:4]):
-                for keep in KEEPS if self.model.head.lists(size) else KEEPS[:1]:
+                for keep in KEEPS if size <= LISTED_ROWS else KEEPS[:1]:
                     self._get(size, length, keep)
 
-    def run(self, chunks: Sequence[Chunk], keep: int = 0) -> torch.Tensor:
-        """Logits [len(chunks), V] of chunks of one token each; overwritten by the next run. keep: as the head's."""
+    def take(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether there is, or can be, a graph for a step of these chunks."""
+        fits = len(chunks) <= self.sizes[-1]
+        return fits and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks)
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits [len(chunks), V] of chunks that it takes; overwritten by the next run."""
+        return self._replay(chunks, 0, ())[0].out_B[: len(chunks)]
+
+    def choose(self, chunks: Sequence[Chunk], keep: int, requests: Sequence[Request] = ()) -> Written:
+        """Tokens for at most LISTED_ROWS chunks that it takes, chosen in the graph: the last tokens on all ranks.
+
+        keep: as of StepPlan, 1 to LISTED. requests: on the first rank, whose chunks these are.
+        """
+        captured, turn = self._replay(chunks, KEEPS[bisect_left(KEEPS, keep)], requests)
+        return Written(captured.turns.told[turn][: len(chunks)], captured.turns.done[turn])
+
+    def _replay(self, chunks: Sequence[Chunk], keep: int, requests: Sequence[Request]) -> tuple[Captured, int]:
+        """Launch a step -> its graph, and which of the graph's turns it is."""
         longest = max(chunk.start for chunk in chunks) + 1
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
-        keep = KEEPS[bisect_left(KEEPS, keep)] if keep <= KEEPS[-1] and self.model.head.lists(size) else 0
         captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)], keep)
-        self._fill(captured.inputs, chunks)
+        turns = captured.turns
+        turn = turns.next()
+        self._fill(turns.fields[turn], chunks, turn)
+        if keep > 1:
+            for b, request in enumerate(requests):
+                turns.fields[turn].ints_B4[b], turns.fields[turn].floats_B3[b] = parameters(request)
+        captured.inputs.words_X.copy_(turns.words[turn], non_blocking=True)
         captured.graph.replay()
-        return captured.logits_BV[: len(chunks)]
+        if (done := turns.done[turn]) is not None:
+            done.record()
+        return captured, turn
 
-    def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
-        size, pages = inputs.seqs.pages_SP.shape
-        count = len(chunks)
-        rows = np.fromiter((chunk.row for chunk in chunks), np.int64, count)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, count)
-        first = Inputs.wide_words(size)
-        words = np.zeros(first + size * (2 + pages), np.int32)
-        wide, narrow = words[: 6 * size].view(np.int64).reshape(3, size), words[first:]
-        wide[0, :count] = [chunk.tokens[0] if chunk.tokens else -chunk.row for chunk in chunks]
-        wide[1, :count] = starts + np.fromiter((chunk.shift for chunk in chunks), np.int64, count)
-        wide[2, :count] = self.tables.slots(rows, starts)
-        narrow[:count] = starts
-        narrow[size : size + count] = rows
-        narrow[2 * size :].reshape(size, pages)[:count] = self.tables.pages[rows, :pages]
-        inputs.words_X.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+    def _fill(self, to: Fields[np.ndarray], chunks: Sequence[Chunk], turn: int = 0) -> None:
+        """Write a step down on the host, but for the parameters of draws."""
+        count, (size, pages) = len(chunks), to.pages_BP.shape
+        if count < size:
+            for field in (to.wide_3B, to.context_B, to.rows_B, to.pages_BP):
+                field[...] = 0
+        rows, starts = [chunk.row for chunk in chunks], np.array([chunk.start for chunk in chunks])
+        to.wide_3B[0, :count] = [chunk.tokens[0] if chunk.tokens else -chunk.row for chunk in chunks]
+        to.wide_3B[1, :count] = starts + [chunk.shift for chunk in chunks]
+        to.wide_3B[2, :count] = self.tables.slots(rows, starts)
+        to.context_B[:count] = starts
+        to.rows_B[:count] = rows
+        to.pages_BP[:count] = self.tables.pages[rows, :pages]
+        to.turn_1[0] = turn
 
     def _get(self, size: int, length: int, keep: int = 0) -> Captured:
         key = size, length, keep
@@ -127,14 +212,24 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, length: int, keep: int) -> Captured:
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
+        turns = Turns(inputs)
 
         def step() -> torch.Tensor:
-            tokens_B, positions_B = inputs.wide_3B[:2]
-            last = self.last_tokens
-            return self.model(tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=last, keep=keep)
+            fields, last_R, ctx = inputs.fields, self.last_tokens, self.ctx
+            tokens_B, positions_B = fields.wide_3B[:2]
+            logits_BV = self.model(
+                tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=last_R, keep=keep
+            )
+            if not keep:
+                return logits_BV
+            chosen_B = choose(logits_BV, keep, inputs.every_B, fields.ints_B4, fields.floats_B3, ctx.ops)
+            if keep > 1:  # parameters and logarithms are the first rank's; which is the largest, all see alike
+                chosen_B = ctx.comm.broadcast(chosen_B)
+            ctx.ops.keep_tokens(chosen_B, fields.rows_B, last_R, turns.told_KB, fields.turn_1)
+            return chosen_B
 
-        graph, logits_BV = captured(step, self.pool, self.ctx.device)
-        return Captured(graph, inputs, logits_BV)
+        graph, out_B = captured(step, self.pool, self.ctx.device)
+        return Captured(graph, inputs, turns, out_B)
 
 
 def captured(

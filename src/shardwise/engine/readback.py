@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -39,3 +40,16 @@ class Readback:
             self._ready.synchronize()
         self._kept = ()
         return [tensor.tolist() for tensor in self._tensors]
+
+
+class Written:
+    """Tokens that the device writes into host memory by itself, there once `done`; without, they are there."""
+
+    def __init__(self, tokens_L: np.ndarray, done: torch.cuda.Event | None) -> None:
+        self._tokens_L, self._done = tokens_L, done
+
+    def lists(self) -> list[Any]:
+        """Wait for them; as of a Readback of one tensor. Not after the same memory has been written again."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [self._tokens_L.tolist()]

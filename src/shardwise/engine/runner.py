@@ -18,6 +18,8 @@ from shardwise.engine.features import Features
 from shardwise.engine.graphs import DecodeGraphs
 from shardwise.engine.plan import Chunk, Resize, StepPlan
 from shardwise.engine.prompt_graphs import PromptGraphs
+from shardwise.engine.readback import Written
+from shardwise.engine.request import Request
 from shardwise.engine.tables import PageTables
 from shardwise.experts.offload import Offload
 from shardwise.kernels.sequences import Sequences
@@ -156,14 +158,18 @@ class Runner:
         graphs.capture_all()
         self.graphs, self.prompt_graphs = graphs, prompt_graphs
 
-    def run(self, plan: StepPlan) -> StepLogits | None:
-        """First rank: one step on all ranks. None if the plan has no chunk."""
-        self.ctx.comm.send(msgspec.msgpack.encode(plan))
+    def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | Written | None:
+        """First rank: one step on all ranks. As engine.Runner."""
+        self.ctx.comm.send(msgspec.msgpack.encode(plan), wait=not plan.chunks)  # behind steps come others, or an end
         if plan.resize is not None:
             self.resize(plan, plan.resize)
         if not plan.chunks:
             return None
-        logits_LV = self.carry_out(plan)
+        found = self.carry_out(plan, sampled)
+        return found if isinstance(found, Written) else self._parts(plan, found)
+
+    def _parts(self, plan: StepPlan, logits_LV: torch.Tensor) -> StepLogits:
+        """What each row of logits is for."""
         sampled, checked, prompt, at = list[int](), list[int](), dict[int, torch.Tensor](), 0
         for chunk in plan.chunks:
             rows = logits_rows(chunk)
@@ -179,15 +185,23 @@ class Runner:
         index_L, index_K = to_device([sampled, checked], np.int64, self.ctx.device)
         return StepLogits(logits_LV[index_L], prompt, logits_LV[index_K] if checked else None)
 
-    def carry_out(self, plan: StepPlan) -> torch.Tensor:
-        """This rank's part of a plan: its pictures, then its chunks."""
+    @torch.inference_mode()
+    def carry_out(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> torch.Tensor | Written:
+        """This rank's part of a plan: its pictures, then its chunks -> logits, or if the step itself chose them, the
+        tokens, which are all ranks' last tokens then. sampled: on the first rank, who gets a token."""
         if self.features is not None:
             self.features.update(plan)
-        return self.forward(plan.chunks, plan.saves, plan.host, plan.keep)
+        self._set_out(plan.chunks, plan.saves, plan.host)
+        if plan.keep and self.graphs and self.graphs.take(plan.chunks):
+            self.ctx.comm.check()
+            return self.graphs.choose(plan.chunks, plan.keep, sampled)
+        return self._logits(plan.chunks, plan.keep)
 
     @torch.inference_mode()
     def resize(self, plan: StepPlan, to: Resize) -> None:
         """Other numbers of pages and slots of experts: first what shrinks. Graphs, which know addresses, come anew."""
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)  # graphs write into memory of the host, which goes with them
         captured, self.graphs, self.prompt_graphs = self.graphs is not None, None, None
         if plan.host is not None and self.store is not None:
             self.store.out(plan.host)
@@ -215,8 +229,13 @@ class Runner:
     ) -> torch.Tensor:
         """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves` and `host`.
 
-        keep: as of StepPlan.
+        keep: as of StepPlan, for a step that is no graph.
         """
+        self._set_out(chunks, saves, host)
+        return self._logits(chunks, keep)
+
+    def _set_out(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]], host: Copies | None) -> None:
+        """What comes before the chunks are computed: page tables and copies."""
         for chunk in chunks:
             self.tables.update(chunk)
         if host is not None and self.store is not None:
@@ -224,9 +243,10 @@ class Runner:
         self._copy(chunks, saves)
         if host is not None and self.store is not None:
             self.store.back(host)
-        graphs = self.graphs if self.graphs and len(chunks) <= self.graphs.sizes[-1] else None
-        if graphs and all(chunk.count == 1 and chunk.sample and not chunk.axes for chunk in chunks):
-            return graphs.run(chunks, keep)
+
+    def _logits(self, chunks: Sequence[Chunk], keep: int) -> torch.Tensor:
+        if self.graphs and self.graphs.take(chunks):
+            return self.graphs.run(chunks)
         if self.prompt_graphs and (tokens := self.prompt_graphs.size_of(chunks)):
             return self.prompt_graphs.run(tokens, chunks[0])
         batch = build_batch(chunks, self.tables, self.ctx.device)
@@ -265,6 +285,6 @@ class Runner:
             if plan.resize is not None:
                 self.resize(plan, plan.resize)
             if plan.chunks:
-                self.carry_out(plan)
-                if rows := [chunk.row for chunk in plan.chunks if chunk.sample]:
+                chosen = isinstance(self.carry_out(plan), Written)
+                if not chosen and (rows := [chunk.row for chunk in plan.chunks if chunk.sample]):
                     self.commit(rows, torch.zeros(len(rows), dtype=torch.int64, device=self.ctx.device))

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-from shardwise.engine.messages import Logprob
+from shardwise.engine.messages import Logprob, SamplingParams
 from shardwise.engine.penalties import TokenCounts, penalised
-from shardwise.engine.readback import Readback
+from shardwise.engine.readback import Readback, Written
 from shardwise.engine.request import Request
 from shardwise.kernels.draw import reference
 from shardwise.kernels.draw.reference import largest, split_seed
@@ -52,25 +52,22 @@ class Choosing(Protocol):
     def draw_among(self) -> Callable[..., torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
 class Sampled:
-    """What one step sampled: on the device, and on its way to the host.
+    """What one step sampled, on its way to the host.
 
-    tokens_L: int64; -1: the row's logits were not finite. wanted: by row, how many of the likeliest to report.
-    logprobs: of each wanted row: own, top ids, top values.
+    results: tokens, -1 where a row's logits were not finite, and if any are wanted, logprobs: of each wanted row its
+    own, top ids, top values. wanted: by row, how many of the likeliest to report. tokens_L: int64, on the device; None:
+    every rank has them already.
     """
 
-    def __init__(
-        self,
-        tokens_L: torch.Tensor,
-        wanted: dict[int, int] | None = None,
-        logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        self.tokens_L, self.wanted = tokens_L, wanted or {}
-        self._read = Readback(tokens_L, *(logprobs or ()))
+    results: Readback | Written
+    wanted: dict[int, int] = field(default_factory=dict)
+    tokens_L: torch.Tensor | None = None
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """Wait for the device. By row, the token (None: its logits were not finite) and its logprob if wanted."""
-        numbered, *columns = self._read.lists()
+        numbered, *columns = self.results.lists()
         tokens = [None if token < 0 else token for token in numbered]
         found: dict[int, Logprob] = {}
         numbers = zip(*columns, strict=True) if columns else ()
@@ -109,6 +106,39 @@ def score_prompt(logits_CV: torch.Tensor, tokens: Sequence[int], top: int) -> Pr
     own_C = logprobs_CV.gather(1, _ints(tokens, logits_CV.device).unsqueeze(1)).squeeze(1)
     ids_CK = largest(logprobs_CV, top)
     return PromptScores(tokens, top, Readback(own_C, ids_CK, logprobs_CV.gather(1, ids_CK)))
+
+
+def _ints_of(request: Request, index: int) -> tuple[int, int, int, int]:
+    """A row of what is called ints_N4 here, for the token of this index."""
+    return request.sampling.top_k, *split_seed(request.seed), index
+
+
+def _floats_of(s: SamplingParams) -> tuple[float, float, float]:
+    """A row of what is called floats_N3 here."""
+    return s.temperature, s.top_p, log(s.min_p) if s.min_p > 0 else float("-inf")
+
+
+def parameters(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """What `choose` needs of a request for which `enough` is not 0."""
+    if request.sampling.temperature < GREEDY_BELOW:
+        return (1, 0, 0, 0), (1.0, 1.0, float("-inf"))  # a draw from the likeliest one
+    return _ints_of(request, request.index), _floats_of(request.sampling)
+
+
+def choose(
+    logits_LV: torch.Tensor, keep: int, rows_L: torch.Tensor, ints_L4: torch.Tensor, floats_L3: torch.Tensor,
+    ops: Choosing,
+) -> torch.Tensor:  # fmt: skip
+    """A token of each row as Sampler.sample chooses it, int64 [L], in operations that a CUDA graph can hold.
+
+    keep: 1: all rows are greedy, and the parameters of no account; else at least what is `enough` for their requests.
+    rows: 0 to L - 1.
+    """
+    _, tokens_L = ops.likeliest(logits_LV)
+    if keep == 1:
+        return tokens_L
+    drawn_L = ops.draw_among(logits_LV, rows_L, min(keep, logits_LV.shape[1]), floats_L3, ints_L4)
+    return drawn_L.where(tokens_L >= 0, -1)
 
 
 @dataclass
@@ -165,17 +195,21 @@ class Sampler:
         values_L, tokens_L = self._ops.likeliest(logits_LV)
         for draw in batch.draws:
             drawn_N = draw.tokens(logits_LV, values_L, self._ops)
-            tokens_L[draw.rows_N] = torch.where(values_L[draw.rows_N].isfinite(), drawn_N, -1)
+            if len(drawn_N) == len(tokens_L):  # rows are in order
+                tokens_L = drawn_N.where(tokens_L >= 0, -1)
+            else:
+                tokens_L[draw.rows_N] = drawn_N.where(tokens_L[draw.rows_N] >= 0, -1)
         if batch.penalties is not None:
             rows_P, slots_P, _ = batch.penalties
             self._counts.record(slots_P, tokens_L[rows_P])
         if batch.wanted_rows_N is None:
-            return Sampled(tokens_L)
+            return Sampled(Readback(tokens_L), tokens_L=tokens_L)
         tokens_N1 = tokens_L[batch.wanted_rows_N].clamp(min=0).unsqueeze(1)
         logprobs_NV = logits_LV[batch.wanted_rows_N].log_softmax(dim=-1)
         top_ids_NK = largest(logprobs_NV, max(batch.wanted.values()))
         own_N = logprobs_NV.gather(1, tokens_N1).squeeze(1)
-        return Sampled(tokens_L, batch.wanted, (own_N, top_ids_NK, logprobs_NV.gather(1, top_ids_NK)))
+        results = Readback(tokens_L, own_N, top_ids_NK, logprobs_NV.gather(1, top_ids_NK))
+        return Sampled(results, batch.wanted, tokens_L)
 
     def forget(self, request: Request) -> None:
         """Drop what is remembered of `request`, which will not be sampled again."""
@@ -257,8 +291,8 @@ def _draws(requests: Sequence[Request], indices: list[int], vocab: int, device: 
     for kind, rows in groups.items():
         params = [requests[row].sampling for row in rows]
         candidates = {"all": 0, "sorted": vocab, "few": min(vocab, max(s.top_k for s in params))}[kind]
-        ints = [(s.top_k, *split_seed(requests[row].seed), indices[row]) for row, s in zip(rows, params, strict=True)]
-        floats = [(s.temperature, s.top_p, log(s.min_p) if s.min_p > 0 else float("-inf")) for s in params]
+        ints = [_ints_of(requests[row], indices[row]) for row in rows]
+        floats = [_floats_of(s) for s in params]
         draws.append(
             _Draw(
                 _ints(rows, device),

@@ -1,6 +1,6 @@
 """Which pages each row's request has, on the host of every rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class PageTables:
         for old, new in moves.items():  # no new number is an old one
             self.pages[self.pages == old] = new
 
-    def slots(self, rows: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def slots(self, rows: int | Sequence[int], positions: np.ndarray) -> np.ndarray:
         """Where keys and values of these positions go: page * page_tokens + offset."""
         pages = self.pages[rows, positions // self.page_tokens].astype(np.int64)
         return pages * self.page_tokens + positions % self.page_tokens

@@ -45,6 +45,7 @@ class Ops:
     likeliest: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     draw: Callable[..., torch.Tensor]
     draw_among: Callable[..., torch.Tensor]
+    keep_tokens: Callable[..., None]
     plan_slots: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     plan_wanted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     fetch_experts: Callable[..., None]
@@ -94,6 +95,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         likeliest=draw.likeliest,
         draw=draw.draw,
         draw_among=draw.draw_among,
+        keep_tokens=draw.keep_tokens,
         plan_slots=slots.plan_slots,
         plan_wanted=slots.plan_wanted,
         fetch_experts=slots.fetch_experts,

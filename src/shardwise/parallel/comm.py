@@ -74,12 +74,17 @@ class Communicator(Protocol):
         """The first rank's `x`; those of the others, of its shape, may hold it afterwards, or be as they were."""
         ...
 
+    def check(self) -> None:
+        """Raises RuntimeError if it is known that the group is lost. Waits for nothing."""
+        ...
+
     def minimum(self, value: int) -> int:
         """The least of all ranks' host numbers."""
         ...
 
-    def send(self, payload: bytes) -> None:
-        """Give `payload` to all other ranks; only the first rank may."""
+    def send(self, payload: bytes, wait: bool = True) -> None:
+        """Give `payload` to all other ranks; only the first rank may. wait: until they have it; else the next `send`
+        does, and raises what went wrong."""
         ...
 
     def receive(self) -> bytes:
@@ -109,10 +114,13 @@ class Alone:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def check(self) -> None:
+        pass
+
     def minimum(self, value: int) -> int:
         return value
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes, wait: bool = True) -> None:
         pass
 
     def receive(self) -> bytes:
@@ -128,6 +136,7 @@ class TorchCommunicator:
         self.data, self.control = data, control
         self.rank, self.world = data.rank(), data.size()
         self.first = dist.get_global_rank(data, 0)
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []  # on their way; what is sent must stay
         self._gathered_bytes = GATHERED_BYTES if self.world > 2 and dist.get_backend(data) == "gloo" else 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,17 +173,28 @@ class TorchCommunicator:
         dist.broadcast(x, self.first, group=self.data)
         return x
 
+    def check(self) -> None:
+        pass
+
     def minimum(self, value: int) -> int:
         least = torch.tensor(value)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.control)
         return int(least)
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes, wait: bool = True) -> None:
         head = struct.pack("<q", len(payload)) + payload[: INLINE_BYTES - 8]
-        frame = torch.frombuffer(bytearray(head.ljust(INLINE_BYTES, b"\0")), dtype=torch.uint8)
-        dist.broadcast(frame, self.first, group=self.control)
-        if rest := payload[INLINE_BYTES - 8 :]:
-            dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self.first, group=self.control)
+        frames = [head.ljust(INLINE_BYTES, b"\0"), payload[INLINE_BYTES - 8 :]]
+        self._delivered()
+        tensors = [torch.frombuffer(bytearray(frame), dtype=torch.uint8) for frame in frames if frame]
+        self._sending = [(self.control.broadcast(tensor, 0), tensor) for tensor in tensors]
+        if wait:
+            self._delivered()
+
+    def _delivered(self) -> None:
+        """Wait until what was sent has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
 
     def receive(self) -> bytes:
         frame = torch.empty(INLINE_BYTES, dtype=torch.uint8)

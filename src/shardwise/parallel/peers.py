@@ -106,13 +106,14 @@ class PeerCommunicator(TorchCommunicator):
             return super().all_gather(x, widths)
         return self.kernels.peer_gather(x.contiguous(), widths, self.mail)
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids (int64 below 2^31) go as a gather of which only the first rank has a part.
-
-        Raises RuntimeError if a kernel has given up waiting for a peer: then nothing that this rank has is right.
-        """
+    def check(self) -> None:
+        """Raises RuntimeError if a kernel has given up waiting for a peer: then nothing that this rank has is right."""
         if self.mail.trouble.device.type == "cpu" and int(self.mail.trouble):
             raise RuntimeError(f"rank {self.rank}: a peer did not send its part of a sum in time; the group is lost")
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Token ids (int64 below 2^31) go as a gather of which only the first rank has a part. Raises as `check`."""
+        self.check()
         words = 2 * x.numel()
         if x.dtype != torch.int64 or not self._fits(words, torch.float32):
             return super().broadcast(x)

@@ -3,7 +3,7 @@
 So a seeded request draws the same tokens whatever shares its batch, wherever it is cut off and resumed, and on
 whatever device; and noise is needed only for those ids that are still in the running.
 
-Legend: N rows, K ids of each row, L rows of logits, V vocabulary.
+Legend: N rows, K ids of each row, L rows of logits, V vocabulary. Of keep_tokens: B tokens, R rows, K turns.
 """
 
 import torch
@@ -65,6 +65,21 @@ def likeliest(logits_LV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     values_L, ids_L = logits_LV.max(dim=-1)
     return values_L, torch.where(values_L.isfinite(), ids_L, -1)
+
+
+def keep_tokens(
+    tokens_B: torch.Tensor,
+    rows_B: torch.Tensor,
+    last_tokens_R: torch.Tensor,
+    told_KB: torch.Tensor,
+    turn_1: torch.Tensor,
+) -> None:
+    """Store tokens (int64) as the last of their rows (int32), and as the row of `told` that `turn` (int32) says.
+
+    Of several tokens for one row, any stays. told: int64, perhaps of the host, pinned where the others are a GPU's.
+    """
+    last_tokens_R[rows_B.long()] = tokens_B
+    told_KB[int(turn_1)] = tokens_B
 
 
 def draw(

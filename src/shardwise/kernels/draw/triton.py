@@ -15,6 +15,7 @@ from shardwise.kernels.draw import reference
 from shardwise.kernels.linear.triton import power_of_two
 
 BLOCK = 2048
+KEPT = 32  # tokens that a program stores
 MOST_CANDIDATES = 32  # that are taken from each part one after the other
 LEAST = tl.constexpr(-(1 << 63))  # below the key of any logit
 
@@ -208,6 +209,29 @@ def draw_among(
     return out_N
 
 
+@triton.jit
+def keep_tokens_kernel(tokens, rows, last_tokens, told, turn, count, BLOCK: tl.constexpr):
+    """tokens: of `count` rows."""
+    n_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token_B = tl.load(tokens + n_B, mask=n_B < count)
+    tl.store(last_tokens + tl.load(rows + n_B, mask=n_B < count, other=0), token_B, mask=n_B < count)
+    tl.store(told + tl.load(turn) * count + n_B, token_B, mask=n_B < count)
+
+
+def keep_tokens(
+    tokens_B: torch.Tensor,
+    rows_B: torch.Tensor,
+    last_tokens_R: torch.Tensor,
+    told_KB: torch.Tensor,
+    turn_1: torch.Tensor,
+) -> None:
+    """As the reference; all are contiguous."""
+    count = len(tokens_B)
+    keep_tokens_kernel[(triton.cdiv(count, KEPT),)](
+        tokens_B, rows_B, last_tokens_R, told_KB, turn_1, count, KEPT, num_warps=1
+    )
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """The one configuration, for a vocabulary of 248,320."""
     types = dict.fromkeys(("logits", "largest", "temperature", "best", "values"), "*fp32")
@@ -223,3 +247,6 @@ def compile_cases() -> Iterator[CompileCase]:
     yield CompileCase(part_keys_kernel, signature(part_keys_kernel, constexprs, types), constexprs, 4, 1)
     constexprs = {"K": MOST_CANDIDATES, "BP": 128}
     yield CompileCase(among_kernel, signature(among_kernel, constexprs, types), constexprs, 8, 1)
+    types |= dict.fromkeys(("tokens", "last_tokens", "told"), "*i64") | {"rows": "*i32", "turn": "*i32"}
+    constexprs = {"BLOCK": KEPT}
+    yield CompileCase(keep_tokens_kernel, signature(keep_tokens_kernel, constexprs, types), constexprs, 1, 1)
