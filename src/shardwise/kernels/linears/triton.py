@@ -21,7 +21,7 @@ from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import HEADS, Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
-from shardwise.kernels.linears import fragments, held
+from shardwise.kernels.linears import fragments, held, resident
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
 from shardwise.kernels.linears.neighbours import product
 from shardwise.kernels.linears.reference import Conv
@@ -145,6 +145,9 @@ def _joined(
     if tokens == 1 and (pdl or len(weights) > 1):
         return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
     operands = [operand(weight, target.native_fp8) for weight in weights]
+    early = resident.resident_config(operands, x_TH, dtypes, target)
+    if early is not None:
+        return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
     split = fragments.split_config(operands, x_TH, target)
     if split is not None:
         return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
