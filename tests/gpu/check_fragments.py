@@ -100,7 +100,7 @@ def check_resident(form: str, shapes: list[tuple[int, int]], tokens: int, config
     x_TH = torch.randn(tokens, shapes[0][1], device=DEVICE).bfloat16()
     of, channels = [operand(weight, True) for weight in weights], shapes[0][0]
     dtypes = [torch.bfloat16 if len(shapes) > 1 and n < 2 else torch.float32 for n in range(len(weights))]
-    if not resident.possible(of, x_TH, dtypes, config):
+    if not resident.possible(of, tokens, x_TH.dtype, dtypes, config):
         found.append({"what": f"resident {form} {shapes}", "error": 0.0, "right": True, "left_out": True})
         return
     taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()

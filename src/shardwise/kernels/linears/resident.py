@@ -217,21 +217,23 @@ def _finish(
 
 
 def resident_config(
-    operands: Sequence[Operand], x_TH: torch.Tensor, dtypes: Sequence[torch.dtype], target: Target
+    operands: Sequence[Operand], tokens: int, dtype: torch.dtype, dtypes: Sequence[torch.dtype], target: Target
 ) -> Resident | None:
-    """How these weights are to be multiplied by this kernel, if that was measured to be best."""
-    found = tuning.choice(target.name, "resident", [of.layout for of in operands], x_TH.shape[0])
-    if not found or x_TH.shape[0] < 2 or not possible(operands, x_TH, dtypes, Resident(*found)):
+    """How these weights are to be multiplied by this kernel with an input of `dtype`, if that was measured best."""
+    found = tuning.choice(target.name, "resident", [of.layout for of in operands], tokens)
+    if not found or not possible(operands, tokens, dtype, dtypes, Resident(*found)):
         return None
     return Resident(*found)
 
 
-def possible(operands: Sequence[Operand], x_TH: torch.Tensor, dtypes: Sequence[torch.dtype], config: Resident) -> bool:
-    """Whether this kernel can multiply such weights with such an input, on this device: one, or two of one kind, and
+def possible(
+    operands: Sequence[Operand], tokens: int, dtype: torch.dtype, dtypes: Sequence[torch.dtype], config: Resident
+) -> bool:
+    """Whether this kernel can multiply such weights with such an input, on their device: one, or two of one kind, and
     perhaps a plain one of few rows."""
-    if x_TH.shape[0] > config.BT or not all(fits(of, x_TH.dtype) for of in operands):
+    if not 0 < tokens <= config.BT or not all(fits(of, dtype) for of in operands):
         return False
-    if torch.cuda.get_device_capability(x_TH.device) != CAPABILITY:
+    if torch.cuda.get_device_capability(operands[0].value.device) != CAPABILITY:
         return False
     large, few = parted(operands)
     if not 0 < len(large) <= 2 or len(few) > 1 or len(large) + len(few) < len(operands):
