@@ -28,10 +28,11 @@ from shardwise.kernels.linear.fragments import (
     _step,
     fits,
     fragment_coarse,
+    split_sum,
     steps_of,
     words,
 )
-from shardwise.kernels.linear.layouts import product_layout, tokens_layout, values_of, word_layout
+from shardwise.kernels.linear.layouts import product_layout, sum_layout, tokens_layout, values_of, word_layout
 from shardwise.kernels.linear.tiles import COLUMNS, FINE, FINE_COLUMNS, FINE_O, FP4_WORDS, KIND, ROWS, Operand, Target
 from shardwise.kernels.linears.fragments import _carried, _convolved, _part
 from shardwise.kernels.linears.reference import Conv
@@ -66,12 +67,6 @@ def _shared_layout():
 
 
 @constexpr_function
-def _even_layout(BM, WARPS):
-    """Of sums [M, T]: each thread has as few as there are."""
-    return gl.BlockedLayout([1, 1], [min(BM, 32), 32 // min(BM, 32)], [1, WARPS], [0, 1])
-
-
-@constexpr_function
 def _behind(n, SLOTS, ALL):
     """How many steps behind step n have been asked for when it is waited for."""
     return min(ALL, n + SLOTS) - n - 1
@@ -96,7 +91,7 @@ def resident_linears_kernel(
     BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
     TAPS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out0 [T, ROWS] and, behind it, [T, R1] of a weight like the first (R1: 0 without); out2 of a third (M2: likewise)."""
+    """out0 [T, ROWS], behind it [T, R1] of a weight like the first (R1: 0 without), and out2 of a third (M2: so)."""
     let_next_come(PDL)
     program = gl.program_id(0)
     COUNT: gl.constexpr = (W0[ROWS] + R1) // BM
@@ -134,7 +129,7 @@ def _tiles(
     PRODUCT: gl.constexpr = product_layout(WARPS, WARPS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
     LAID: gl.constexpr = word_layout(BM, N, RUN, 0, WARPS, WARPS)
-    EVEN: gl.constexpr = _even_layout(BM, WARPS)
+    SUM: gl.constexpr = sum_layout(WARPS, WARPS, BM)
     away, fine_away = tile * 0, tile * 0
     if R1:
         away = _away(value0, value1, W[ROWS] * (K // VALUES), 4)
@@ -157,7 +152,7 @@ def _tiles(
             scales = scales + (gl.load(there + (places[3] + n % STEPS * BK // GRAIN)),)  # noqa: RUF005
         else:
             scales = scales + (0,)  # noqa: RUF005
-    o_M, t_T = gl.arange(0, BM, layout=gl.SliceLayout(1, EVEN)), gl.arange(0, BT, layout=gl.SliceLayout(0, EVEN))
+    o_M, t_T = gl.arange(0, BM, layout=gl.SliceLayout(1, SUM)), gl.arange(0, BT, layout=gl.SliceLayout(0, SUM))
     carried = ()
     for n in gl.static_range(TILES if TAPS else 0):
         at = tile + n
@@ -180,13 +175,13 @@ def _tiles(
         word = slots[n % SLOTS].load(LAID)
         if n + SLOTS < ALL:
             later = gl.minimum(tile + (n + SLOTS) // STEPS, COUNT - 1)
-            _ask(slots[n % SLOTS], value0, later * BM, (n + SLOTS) % STEPS, gl.where(later < FIRST, 0, away) if R1 else 0,
-                 W, BM, N, WARPS)  # fmt: skip
+            there = gl.where(later < FIRST, 0, away) if R1 else 0
+            _ask(slots[n % SLOTS], value0, later * BM, (n + SLOTS) % STEPS, there, W, BM, N, WARPS)
         acc = _step(acc, word, scales[n], inputs[n % STEPS], W, BM, BT, BK, RUN, WARPS, WARPS)
         if n % STEPS == STEPS - 1:
-            y_MT = gl.convert_layout(gl.sum(acc, 0), EVEN)
+            y_MT = split_sum(acc, WARPS, WARPS, BM)
             _finish(y_MT, tile + n // STEPS, tokens, coarse0, coarse1, out0, state, carried[n // STEPS] if TAPS else 0,
-                    COUNT, W, R1, BM, BT, TAPS, EVEN)  # fmt: skip
+                    COUNT, W, R1, BM, BT, TAPS, SUM)  # fmt: skip
             acc = gl.zeros((WARPS, BM, BT), gl.float32, layout=PRODUCT)
 
 
