@@ -45,13 +45,15 @@ FEW_ROWS, FEW_BM = 512, 16  # most rows of a weight beside others, and those of 
 
 
 class Resident(NamedTuple):
-    """A configuration: rows of a tile, tokens, warps, tiles of a program, and steps that are held at a time."""
+    """A configuration: rows of a tile, tokens, warps, tiles of a program, steps that are held at a time, and the most
+    registers of a thread (0: as many as there are), so that the next kernel finds room beside it."""
 
     BM: int
     BT: int
     warps: int
     tiles: int
     slots: int
+    registers: int = 0
 
 
 @constexpr_function
@@ -287,5 +289,6 @@ def resident_linears(
     resident_linears_kernel[(programs,)](
         x_TH, tokens, *convolution, *words(large[0]), both, *words(large[-1]), *words((few or large)[-1]), outputs[-1],
         **resident_constants(operands, taps, config), **launch(pdl), num_warps=config.warps,
+        maxnreg=config.registers or None,
     )  # fmt: skip
     return outputs
