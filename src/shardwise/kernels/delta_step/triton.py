@@ -29,6 +29,17 @@ FEW_HEADS = 256  # of all sequences: beyond, the memory is what counts, and narr
 
 
 @triton.jit
+def _two_sums(a, b, c, d):
+    """Sums over threads that wait for one another once, not once each."""
+    return a + c, b + d
+
+
+@triton.jit
+def _three_sums(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def delta_norm_kernel(
     q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, a_ptr, a_stride, b_ptr, b_stride, A_log_ptr, dt_bias_ptr,
     key_map_ptr, state_ptr, starts_ptr, context_ptr, rows_ptr, out_ptr, gate_ptr, gate_stride, norm_ptr, eps,
@@ -57,10 +68,10 @@ def delta_norm_kernel(
     v = tl.load(v_ptr + token * v_stride + head * D + columns, mask=columns < D, other=0.0).to(tl.float32)
     z = tl.load(gate_ptr + token * gate_stride + head * D + columns, mask=columns < D, other=0.0).to(tl.float32)
     a, b = tl.load(a_ptr + token * a_stride + head), tl.load(b_ptr + token * b_stride + head).to(tl.float32)
-    seen, asked = tl.sum(state * k[:, None], axis=0), tl.sum(state * q[:, None], axis=0)
-    k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
-    q_scale = tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS) * (K**-0.5)
-    both = tl.sum(q * k, axis=0) * q_scale * k_scale
+    seen, asked = tl.reduce((state * k[:, None], state * q[:, None]), 0, _two_sums)
+    kk, qq, both = tl.reduce((k * k, q * q, q * k), 0, _three_sums)
+    k_scale, q_scale = tl.rsqrt(kk + NORM_EPS), tl.rsqrt(qq + NORM_EPS) * (K**-0.5)
+    both *= q_scale * k_scale
 
     decay = tl.exp(log_decay(a, A_log, dt_bias))
     delta = (v - decay * k_scale * seen) * tl.sigmoid(b)

@@ -17,9 +17,17 @@ def product_layout(WARPS, SPLITS):
 
 
 @constexpr_function
-def sum_layout(WARPS, SPLITS):
+def parted_layout(WARPS, SPLITS, BM):
+    """Of the same sums where a thread has a sum's parts of all splits, and few sums."""
+    lanes = min(BM, 32)
+    along = min(WARPS, BM // lanes)
+    return gl.BlockedLayout([SPLITS, 1, 1], [1, lanes, 32 // lanes], [1, along, WARPS // along], [1, 2, 0])
+
+
+@constexpr_function
+def sum_layout(WARPS, SPLITS, BM):
     """Of sums [M, T] over all splits."""
-    return gl.SliceLayout(0, product_layout(WARPS, SPLITS))
+    return gl.SliceLayout(0, parted_layout(WARPS, SPLITS, BM) if SPLITS > 1 else product_layout(WARPS, SPLITS))
 
 
 @constexpr_function

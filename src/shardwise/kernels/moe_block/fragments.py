@@ -149,7 +149,7 @@ def _gated_tile(
             x, x_row_T * W[COLUMNS], ok_T, value, fine, held, i0, i0 + BI < stop, I, I, W, BI, BT, BK, RUN,
             WARPS, SPLITS, False, TILES,
         )  # fmt: skip
-        i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+        i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS, BI)))
         ok_M = i_M < I
         gate = gate * gl.expand_dims(fragment_coarse(coarse, expert, i_M, ok_M, W), 1)
         up = up * gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, ok_M, W), 1)
@@ -169,7 +169,7 @@ def fragment_gate_up_kernel(
     """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
     SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS * TILESS - 1) // (BIS * TILESS)
     PARTS: gl.constexpr = (W[ROWS] // 2 + BI * TILES - 1) // (BI * TILES)
-    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS, BI))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
     if program < shared:
@@ -208,7 +208,7 @@ def _down_tile(
             act, act_row_T * W[COLUMNS], ok_T, value, fine, held, o0, o0 + BO < stop, W[ROWS], 0, W, BO, BT,
             BK, RUN, WARPS, SPLITS, True, TILES,
         )  # fmt: skip
-        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS)))
+        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS, BO)))
         sums = sums * gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
         at = gl.expand_dims(y_row_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
         gl.store(y + at, sums, mask=gl.expand_dims(y_ok_T, 0) & gl.expand_dims(o_M < W[ROWS], 1))
@@ -225,7 +225,7 @@ def fragment_down_kernel(
     let_next_come(PDL)
     SHARED: gl.constexpr = (WS[ROWS] + BOS * TILESS - 1) // (BOS * TILESS)
     PARTS: gl.constexpr = (W[ROWS] + BO * TILES - 1) // (BO * TILES)
-    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS))
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS, BO))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
     if program < shared:
