@@ -10,7 +10,7 @@ from shardwise.checkpoint.load import load
 from shardwise.checkpoint.synth import DummySource
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels.linear.tiles import Target, operand
-from shardwise.kernels.linears import neighbours, reference
+from shardwise.kernels.linears import neighbours, reference, resident
 from shardwise.kernels.linears import triton as fast
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.ops import select
@@ -266,3 +266,36 @@ def test_many_tokens_are_joined_if_measured_with_the_convolution_behind(queries,
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(convs[0].state_RCW1, convs[1].state_RCW1, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+def test_what_is_asked_for_early(device, monkeypatch):
+    """Plain weights in whole tiles, neighbours if they are two, with few rows behind them at most, and no more tokens
+    than were measured."""
+    monkeypatch.setattr(resident, "fits", lambda of, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = resident.Resident(32, 16, 8, 3, 6, 0)
+
+    def possible(shapes, forms=("bf16",) * 3, apart=False, tokens=16, kinds=(torch.bfloat16,) * 2 + (torch.float32,)):
+        weights = [
+            make_weight(shape, form, n, str(device))
+            for n, (shape, form) in enumerate(zip(shapes, forms[: len(shapes)], strict=True))
+        ]
+        if not apart:
+            fast.adjoin(weights[:2])
+        x, of = torch.zeros(tokens, shapes[0][1], dtype=torch.bfloat16), [operand(weight, True) for weight in weights]
+        return resident.possible(of, len(neighbours.together(weights, x.dtype)), x, list(kinds), config)
+
+    inputs = (1024, 512), (544, 512), (24, 512)
+    assert possible(inputs)
+    assert possible([(96, 1024)])
+    assert not possible(inputs, apart=True)
+    assert not possible(inputs, forms=("bf16", "fp8_block", "bf16"))
+    assert not possible(inputs, forms=("bf16", "bf16", "fp8_block"))
+    assert not possible(inputs, kinds=(torch.bfloat16, torch.float32, torch.float32))
+    assert not possible([(1024, 512), (1024, 512), (1024, 512)])
+    assert not possible([(1024 + 16, 512), (544, 512)])  # no whole tiles
+    assert not possible([(96, 576)])  # no whole steps
+    assert not possible(inputs, tokens=17)
+    assert not possible(inputs, tokens=1)  # streamed past its norm
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert not possible(inputs)

@@ -153,7 +153,7 @@ def _along(v, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _range(SIZE: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
+def range_of(SIZE: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
     """0, 1 .. SIZE along one axis of three of LAYOUT."""
     if AXIS == 0:
         v = gl.arange(0, SIZE, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -185,7 +185,7 @@ def _turned(x_SKT, VALUES: gl.constexpr, SPLITS: gl.constexpr, BT: gl.constexpr,
 
 
 @gluon.jit
-def _input(
+def fragment_input(
     x, at, k_K, k0, ok, VALUES: gl.constexpr, K: gl.constexpr, EVEN: gl.constexpr, SPLITS: gl.constexpr,
     BT: gl.constexpr, BK: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -209,16 +209,19 @@ def _places(
     GRAIN: gl.constexpr = W[FINE] if W[FINE] else W[COLUMNS]
     gl.static_assert(SPLITS == 1 or W[FINE] == 0 or PART % GRAIN == 0, "a split begins under a scale of its own")
     LAID: gl.constexpr = word_layout(BM, BK // VALUES, RUN, 0, WARPS, SPLITS)
-    o_M, n_N = o0 + _range(BM, 1, LAID), _range(SPLITS, 0, LAID) * (PART // VALUES) + _range(BK // VALUES, 2, LAID)
+    o_M, n_N = (
+        o0 + range_of(BM, 1, LAID),
+        range_of(SPLITS, 0, LAID) * (PART // VALUES) + range_of(BK // VALUES, 2, LAID),
+    )
     at, ok = o_M * (W[COLUMNS] // VALUES) + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
     SCALED: gl.constexpr = (
         scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS))
         if UNDER
         else product_layout(WARPS, SPLITS)
     )
-    so_M, g_G = o0 + _range(BM, 1, SCALED), _range(SPLITS, 0, SCALED) * (PART // GRAIN)
+    so_M, g_G = o0 + range_of(BM, 1, SCALED), range_of(SPLITS, 0, SCALED) * (PART // GRAIN)
     if UNDER:
-        g_G += _range(BK // GRAIN, 2, SCALED)
+        g_G += range_of(BK // GRAIN, 2, SCALED)
     s_ok = so_M < LIMIT if LIMIT % BM else so_M * 0 == 0
     s_at = g_G + (so_M // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
     s2_at = g_G + ((so_M + SECOND) // W[FINE_O] * W[FINE_COLUMNS] if W[FINE_O] else so_M * 0)
@@ -279,13 +282,13 @@ def fragment_products(
     PRODUCT: gl.constexpr = product_layout(WARPS, SPLITS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * VALUES)
     places = _places(o0, LIMIT, SECOND, W, BM, BK, RUN, WARPS, SPLITS)
-    k_K, x_ok = _range(SPLITS, 0, RIGHT) * PART + _range(BK, 1, RIGHT), _along(ok_T, 2)
+    k_K, x_ok = range_of(SPLITS, 0, RIGHT) * PART + range_of(BK, 1, RIGHT), _along(ok_T, 2)
     x_at = _along(x_at_T, 2) + k_K
     acc = gl.zeros((SPLITS, BM, BT), gl.float32, layout=PRODUCT)
     acc2 = acc
     next_w, next2_w, next_s, next2_s = held
     for k0 in range(0, PART, BK):
-        x_SKT = _input(x, x_at, k_K, k0, x_ok, 2 if TURNED else VALUES, K, EVEN, SPLITS, BT, BK, RIGHT)
+        x_SKT = fragment_input(x, x_at, k_K, k0, x_ok, 2 if TURNED else VALUES, K, EVEN, SPLITS, BT, BK, RIGHT)
         w, w2, s, s2 = next_w, next2_w, next_s, next2_s
         n1, g1, more = (k0 + BK) // VALUES, (k0 + BK) // GRAIN, k0 + BK < PART
         if TILES > 1:
@@ -294,9 +297,9 @@ def fragment_products(
                 beyond = ((o0 + BM) // W[FINE_O] - o0 // W[FINE_O]) * W[FINE_COLUMNS]
             n1, g1, more = gl.where(more, n1, BM * (K // VALUES)), gl.where(more, g1, beyond), more | then
         next_w, next2_w, next_s, next2_s = _held(value, fine, places, n1, g1, more, SECOND, W, WHOLE)
-        acc = _step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
+        acc = fragment_step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
         if SECOND:
-            acc2 = _step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
+            acc2 = fragment_step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
     products = split_sum(acc, WARPS, SPLITS, BM)
     others = split_sum(acc2, WARPS, SPLITS, BM) if SECOND else 0
     if W[KIND] >= FP4_WORDS:
@@ -314,7 +317,7 @@ def split_sum(acc_SMT, WARPS: gl.constexpr, SPLITS: gl.constexpr, BM: gl.constex
 
 
 @gluon.jit
-def _step(
+def fragment_step(
     acc, word_SMN, raw, x_SKT, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip

@@ -42,7 +42,7 @@ class Split(NamedTuple):
 
 
 @gluon.jit
-def _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, ROW: gl.constexpr, TAPS: gl.constexpr):
+def carried_inputs(o_M, t_T, ok_MT, tokens, conv, state, context, rows, ROW: gl.constexpr, TAPS: gl.constexpr):
     """Of the convolution, for one token of each of T sequences: where states are, what they hold, and the factors.
 
     All was written steps ago, so it need not wait for the kernel before; this processor's own cache may be older.
@@ -60,7 +60,7 @@ def _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, ROW: gl.conste
 
 
 @gluon.jit
-def _convolved(y_MT, ok_MT, state, carried, TAPS: gl.constexpr):
+def convolved(y_MT, ok_MT, state, carried, TAPS: gl.constexpr):
     """silu of the convolution of the last inputs and y; the state moves on, each value one place down."""
     at_MT, old, factors = carried
     mixed = y_MT * gl.expand_dims(factors[TAPS - 1].to(gl.float32), 1)
@@ -73,7 +73,7 @@ def _convolved(y_MT, ok_MT, state, carried, TAPS: gl.constexpr):
 
 
 @gluon.jit
-def _part(
+def fragment_part(
     x, value, fine, coarse, out, program, tokens, conv, state, context, rows, W: gl.constexpr, BM: gl.constexpr,
     BT: gl.constexpr, BK: gl.constexpr, RUN: gl.constexpr, TAPS: gl.constexpr, WARPS: gl.constexpr,
     SPLITS: gl.constexpr, PDL: gl.constexpr,
@@ -89,7 +89,7 @@ def _part(
     held = fragment_first(value, fine, o0, W[ROWS], 0, W, BM, BK, RUN, WARPS, SPLITS)
     scale_M = fragment_coarse(coarse, program * 0, o_M, o_M < W[ROWS], W)
     if TAPS and BT > EARLY_TOKENS:
-        carried = _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
+        carried = carried_inputs(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
     after_previous(PDL)
     let_next_come(PDL)
     y_MT, _, _ = fragment_products(
@@ -98,9 +98,9 @@ def _part(
     )  # fmt: skip
     y_MT = y_MT * gl.expand_dims(scale_M, 1)
     if TAPS and BT <= EARLY_TOKENS:
-        carried = _carried(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
+        carried = carried_inputs(o_M, t_T, ok_MT, tokens, conv, state, context, rows, W[ROWS], TAPS)
     if TAPS:
-        y_MT = _convolved(y_MT.to(out.dtype.element_ty).to(gl.float32), ok_MT, state, carried, TAPS)
+        y_MT = convolved(y_MT.to(out.dtype.element_ty).to(gl.float32), ok_MT, state, carried, TAPS)
     at_MT = gl.expand_dims(t_T * W[ROWS], 0) + gl.expand_dims(o_M, 1)
     gl.store(out + at_MT, y_MT.to(out.dtype.element_ty), mask=ok_MT)
 
@@ -119,16 +119,16 @@ def fragment_linears_kernel(
     N0: gl.constexpr = (W0[ROWS] + M0 - 1) // M0
     N1: gl.constexpr = (W1[ROWS] + M1 - 1) // M1 if M1 > 0 else 0
     if program < N0:
-        _part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, M0, BT, K0, RUN0, TAPS,
-              WARPS, SPLITS, PDL)  # fmt: skip
+        fragment_part(x, value0, fine0, coarse0, out0, program, tokens, conv, state, context, rows, W0, M0, BT, K0,
+                      RUN0, TAPS, WARPS, SPLITS, PDL)  # fmt: skip
     if M1 > 0:  # noqa: SIM102 (known when compiled)
         if (program >= N0) & (program < N0 + N1):
-            _part(x, value1, fine1, coarse1, out1, program - N0, tokens, conv, state, context, rows, W1, M1, BT, K1,
-                  RUN1, 0, WARPS, SPLITS, PDL)  # fmt: skip
+            fragment_part(x, value1, fine1, coarse1, out1, program - N0, tokens, conv, state, context, rows, W1, M1, BT,
+                          K1, RUN1, 0, WARPS, SPLITS, PDL)  # fmt: skip
     if M2 > 0:  # noqa: SIM102
         if program >= N0 + N1:
-            _part(x, value2, fine2, coarse2, out2, program - N0 - N1, tokens, conv, state, context, rows, W2, M2, BT,
-                  K2, RUN2, 0, WARPS, SPLITS, PDL)  # fmt: skip
+            fragment_part(x, value2, fine2, coarse2, out2, program - N0 - N1, tokens, conv, state, context, rows, W2,
+                          M2, BT, K2, RUN2, 0, WARPS, SPLITS, PDL)  # fmt: skip
 
 
 def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target) -> Split | None:

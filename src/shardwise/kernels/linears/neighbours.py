@@ -30,20 +30,27 @@ def adjoin(weights: Sequence[Weight]) -> None:
         torch.cuda.empty_cache()
 
 
+def together(weights: Sequence[Weight], dtype: torch.dtype) -> list[int]:
+    """Rows of the first weights, as many as are plain, of `dtype` and width, and lie one behind another."""
+    rows = list[int]()
+    for weight in weights:
+        tensor = weight.tensors[0]
+        alike = len(weight.tensors) == 1 and tensor.dtype == dtype and tensor.is_contiguous() and len(tensor)
+        if not alike or tensor.shape[1:] != weights[0].shape[1:]:
+            break
+        if rows and not _follows(tensor, weights[0].tensors[0], sum(rows) * tensor.shape[1]):
+            break
+        rows.append(len(tensor))
+    return rows
+
+
 def product(x_TH: torch.Tensor, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The outputs of the first weights, as many as are neighbours, as slices of wider rows; none if they are not.
 
     Weights and outputs are of x's type.
     """
-    rows = list[int]()
-    for weight, dtype in zip(weights, dtypes, strict=True):
-        tensor = weight.tensors[0]
-        alike = len(weight.tensors) == 1 and tensor.dtype == x_TH.dtype == dtype and tensor.is_contiguous()
-        if not alike or tensor.shape[1:] != x_TH.shape[1:] or not len(tensor):
-            break
-        if rows and not _follows(tensor, weights[0].tensors[0], sum(rows) * x_TH.shape[1]):
-            break
-        rows.append(len(tensor))
+    rows = together(weights, x_TH.dtype)
+    rows = rows[: next((n for n, dtype in enumerate(dtypes) if dtype != x_TH.dtype), len(dtypes))]
     if len(rows) < 2:
         return []
     width = x_TH.shape[1]

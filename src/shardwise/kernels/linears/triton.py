@@ -23,7 +23,7 @@ from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears import fragments, held, resident
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
-from shardwise.kernels.linears.neighbours import product
+from shardwise.kernels.linears.neighbours import product, together
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
@@ -71,20 +71,12 @@ def norm_linears(
     dtypes = [dtype or norm_H.dtype for dtype in out_dtypes]
     if added_TH is None:
         return linears(rms_norm(residual_TH, norm_H, eps, pdl), weights, dtypes, conv, target, pdl), residual_TH
-    if residual_TH.shape[0] == 1 and _joinable(weights, conv, 1) and not _early(weights, dtypes, norm_H.dtype, target):
+    if residual_TH.shape[0] == 1 and _joinable(weights, conv, 1):
         total_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
         normed = summed(added_TH, residual_TH.dim()).contiguous(), norm_H, total_TH, eps
         return _stream(residual_TH.contiguous(), normed, weights, dtypes, conv, target, pdl), total_TH
     x_TH, residual_TH = add_rms_norm(added_TH, residual_TH, norm_H, eps, pdl)
     return linears(x_TH, weights, dtypes, conv, target, pdl), residual_TH
-
-
-def _early(
-    weights: Sequence[Weight], dtypes: Sequence[torch.dtype], dtype: torch.dtype, target: Target
-) -> resident.Resident | None:
-    """For one token: whether all are to be asked for early, behind a norm of its own."""
-    operands = [operand(weight, target.native_fp8) for weight in weights]
-    return resident.resident_config(operands, 1, dtype, dtypes, target)
 
 
 def linears(
@@ -150,12 +142,12 @@ def _joined(
     tokens = x_TH.shape[0]
     if not _joinable(weights, conv, tokens):
         return None
-    operands = [operand(weight, target.native_fp8) for weight in weights]
-    early = resident.resident_config(operands, tokens, x_TH.dtype, dtypes, target)
-    if early is not None:
-        return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
     if tokens == 1 and (pdl or len(weights) > 1):
         return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
+    operands = [operand(weight, target.native_fp8) for weight in weights]
+    early = resident.resident_config(operands, len(together(weights, x_TH.dtype)), x_TH, dtypes, target)
+    if early is not None:
+        return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
     split = fragments.split_config(operands, x_TH, target)
     if split is not None:
         return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
@@ -346,6 +338,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
             yield from _measured_cases(half, 4, name, kib)  # of one of two ranks
     if not native_fp8:
         yield from held.compile_cases()
+        yield from resident.compile_cases()
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("fp8_block", "nvfp4"):
