@@ -14,6 +14,7 @@ Legend: T tokens, M rows of a tile, K columns, S warps and parts of `in`, N word
 # pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -243,15 +244,16 @@ def resident_linears(
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The inputs of GatedDeltaNet in 35B-A3B, as measured."""
-    cases = case(8192, 2048, "bf16", True), case(4096, 2048, "bf16", True), case(64, 2048, "bf16", True)
-    operands = [each.of for each in cases]
-    for name, _ in tuning.measured(True):
-        for tokens in tuning.BUCKETS:
+    """The inputs of GatedDeltaNet and of attention in 35B-A3B, as measured."""
+    delta = case(8192, 2048, "bf16", True), case(4096, 2048, "bf16", True), case(64, 2048, "bf16", True)
+    for cases, taps in ((delta, 4), ((case(9216, 2048, "bf16", True),), 0)):
+        operands = [each.of for each in cases]
+        for (name, _), tokens in product(tuning.measured(True), tuning.BUCKETS):
             found = tuning.choice(name, "resident", [of.layout for of in operands], tokens)
             if found:
-                constexprs = _constants(operands, 4, Resident(*found)) | {"PDL": True}
+                constexprs = _constants(operands, taps, Resident(*found)) | {"PDL": True}
                 types = dict.fromkeys(("x", "conv", "state", "out", "fine2", "coarse2"), "*bf16")
-                types |= dict.fromkeys(("context", "rows", "value", "value2"), "*i32") | {"out2": "*fp32"}
+                types |= dict.fromkeys(("context", "rows", "value", "value2"), "*i32")
+                types |= {"out2": "*fp32" if taps else "*bf16"}
                 signed = signature(resident_linears_kernel, constexprs, types)
                 yield CompileCase(resident_linears_kernel, signed, constexprs, found[2], 1, SHARED_KIB * 1024)
