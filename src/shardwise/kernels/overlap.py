@@ -6,7 +6,7 @@ waits before it is done, whether it reads anything or not: a kernel that is done
 
 What a processor has beside its registers is shared memory and first-level cache in one, parted anew only when nothing
 runs on it: where kernels overlap, those that read through the cache keep what others with much shared memory left. So
-one in front of them may have to start without overlap (see moe/triton.py).
+one in front of them may have to start without overlap (see moe/triton.py, attention/decode.py).
 """
 
 from typing import Any

@@ -169,8 +169,8 @@ def hopper_prefill_kernel(
             weight, top, weight_sum, value_sum = _weigh(
                 score, top, weight_sum, value_sum, turn * KEYS, seen, scale_log2, causal
             )
-            adding = _add_values(weight, v_s.index(this), value_sum)
-            score, value_sum = warpgroup_mma_wait(0, deps=[coming, adding])
+            score = warpgroup_mma_wait(0, deps=[coming])
+            value_sum = warpgroup_mma_wait(0, deps=[_add_values(weight, v_s.index(this), value_sum)])
     _arrived(0)
     if GATE:  # where the queries were
         _ask(q_s, gate + token * gate_token_stride + head * gate_head_stride, gate_token_stride, live, QUERIES)

@@ -58,11 +58,11 @@ def prefill_kernel(
         key = load_tile(
             k_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
         )
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
         score = tl.where(position[None, :] <= (past + row)[:, None], score, float("-inf"))
         # Whole powers of two, as in decoding, so that both round alike. Position 0 is seen by all: this is finite.
-        new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
-        weight = tl.exp2(score - new_top[:, None])
+        new_top = tl.maximum(top, tl.ceil(tl.max(score, 1) * scale_log2))
+        weight = tl.exp2(score * scale_log2 - new_top[:, None])
         fade = tl.exp2(top - new_top)
         value = load_tile(
             v_pages, page, kv_head, offset, page_stride, head_stride, token_stride, inside, column, DIM, FP8, q
@@ -85,20 +85,17 @@ def _config(
 ) -> tuple[dict[str, Any], int, int]:
     """Constants, warps and stages for a card with `shared_bytes` per block.
 
-    What a block takes is the queries and tiles of keys and of values: where there is room, three of each, so that the
-    next ones are on their way for a turn (Hopper's products free a tile late); else two. In fp32 there are no tensor
+    What a block takes is at most the queries and two tiles of keys and of values each. In fp32 there are no tensor
     cores to fill, and a wide product unrolls into very long code.
     """
     block_d = max(16, triton.next_power_of_2(dim))
-    row_bytes, kv_bytes = block_d * item_bytes, block_d * (1 if fp8 else item_bytes)
-    narrow, roomy = item_bytes == 4 or row_bytes > 512, shared_bytes >= 160 * KIB
-    block_q = 16 if narrow else 128 if roomy else 64
-    tile_bytes = 6 * kv_bytes if roomy else 4 * row_bytes
-    room = 0 if narrow else (shared_bytes - block_q * row_bytes) // tile_bytes
-    fit = next(n for n in (64, 32, 16) if n <= max(16, room))
+    row_bytes = block_d * item_bytes
+    narrow = item_bytes == 4 or row_bytes > 512
+    block_q = 16 if narrow else 128 if shared_bytes >= 160 * KIB else 64
+    fit = next(n for n in (64, 32, 16) if n == 16 or (not narrow and (block_q + 4 * n) * row_bytes <= shared_bytes))
     constants = {"DIM": dim, "BLOCK_D": block_d, "PAGE_TOKENS": page_tokens, "BLOCK_Q": block_q, "FP8": fp8}
     constants["BLOCK_T"] = min(fit, page_tokens & -page_tokens)
-    return constants, 8 if block_q * block_d >= 64 * 256 else 4, 3 if roomy else 2
+    return constants, 8 if block_q * block_d >= 64 * 256 else 4, 2
 
 
 def prefill(
@@ -115,7 +112,7 @@ def prefill(
 ) -> None:
     """Fills the rows of out_TND, contiguous, of the chunks of `seqs`, times the sigmoid of the gate, if there is one.
 
-    FP8 pages come as their bytes (uint8). shared_bytes (per block): of the card.
+    FP8 pages come as their bytes (uint8). scale_log2: more than 0. shared_bytes (per block): of the card.
     """
     (_, heads, dim), page_tokens = q_TND.shape, k_pages.shape[2]
     fp8 = k_pages.dtype == torch.uint8
