@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.runtime.jit import constexpr_function
 
+from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.fragments import fits, fragment_input, fragment_step, range_of, split_sum, steps_of, words
@@ -31,6 +32,7 @@ from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.layouts import product_layout, sum_layout, tokens_layout, word_layout
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target
 from shardwise.kernels.linears.fragments import carried_inputs, convolved, fragment_part
+from shardwise.kernels.linears.neighbours import together
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
@@ -167,27 +169,29 @@ def resident_linears_kernel(
 
 
 def resident_config(
-    operands: Sequence[Operand], together: int, x_TH: torch.Tensor, dtypes: Sequence[torch.dtype], target: Target
+    operands: Sequence[Operand],
+    weights: Sequence[Weight],
+    x_TH: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    target: Target,
 ) -> Resident | None:
-    """How these weights are to be multiplied by this kernel, if that was measured to be best.
-
-    together: how many of the first lie one behind another in memory.
-    """
+    """How `weights`, which these are, are to be multiplied by this kernel, if that was measured to be best."""
     found = tuning.choice(target.name, "resident", [of.layout for of in operands], x_TH.shape[0])
-    if not found or not possible(operands, together, x_TH, dtypes, Resident(*found)):
+    if not found:
         return None
-    return Resident(*found)
+    neighbours = len(together(weights, x_TH.dtype))
+    return Resident(*found) if possible(operands, neighbours, x_TH, dtypes, Resident(*found)) else None
 
 
 def possible(
-    operands: Sequence[Operand], together: int, x_TH: torch.Tensor, dtypes: Sequence[torch.dtype], config: Resident
+    operands: Sequence[Operand], neighbours: int, x_TH: torch.Tensor, dtypes: Sequence[torch.dtype], config: Resident
 ) -> bool:
     """Whether this kernel can multiply such weights with such an input, on this device: one plain one, or two that lie
-    one behind the other, and perhaps one of few rows."""
+    one behind the other, and perhaps one of few rows. neighbours: how many of the first lie so."""
     large, few = _parted(operands)
     if not 2 <= x_TH.shape[0] <= config.BT or any(of.kind or not fits(of, x_TH.dtype) for of in operands):
         return False
-    if torch.cuda.get_device_capability(x_TH.device) != CAPABILITY or not len(large) <= min(2, max(1, together)):
+    if torch.cuda.get_device_capability(x_TH.device) != CAPABILITY or not len(large) <= min(2, max(1, neighbours)):
         return False
     step, _ = steps_of(large[0])
     alike = (

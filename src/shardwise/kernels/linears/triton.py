@@ -23,7 +23,7 @@ from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears import fragments, held, resident
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
-from shardwise.kernels.linears.neighbours import product, together
+from shardwise.kernels.linears.neighbours import product
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.linears.stream import norm_linears_kernel
 from shardwise.kernels.linears.tile import tile_linears_kernel
@@ -145,7 +145,7 @@ def _joined(
     if tokens == 1 and (pdl or len(weights) > 1):
         return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
     operands = [operand(weight, target.native_fp8) for weight in weights]
-    early = resident.resident_config(operands, len(together(weights, x_TH.dtype)), x_TH, dtypes, target)
+    early = resident.resident_config(operands, weights, x_TH, dtypes, target)
     if early is not None:
         return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
     split = fragments.split_config(operands, x_TH, target)
