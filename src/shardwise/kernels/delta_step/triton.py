@@ -25,7 +25,7 @@ from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 STATE_ELEMENTS = 128 * 128  # of one head, most that a program holds in registers
-FEW_HEADS = 256  # of all sequences: beyond, the memory is what counts, and narrower programs keep it busier
+FEW_HEADS = 512  # of all sequences: beyond, the memory is what counts, and narrower programs keep it busier
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from shardwise.kernels.linear.layouts import (
+    parted,
     parted_layout,
     product_layout,
     scale_layout,
@@ -300,18 +301,18 @@ def fragment_products(
         acc = fragment_step(acc, w, s, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
         if SECOND:
             acc2 = fragment_step(acc2, w2, s2, x_SKT, W, BM, BT, BK, RUN, WARPS, SPLITS)
-    products = split_sum(acc, WARPS, SPLITS, BM)
-    others = split_sum(acc2, WARPS, SPLITS, BM) if SECOND else 0
+    products = split_sum(acc, W, WARPS, SPLITS, BM)
+    others = split_sum(acc2, W, WARPS, SPLITS, BM) if SECOND else 0
     if W[KIND] >= FP4_WORDS:
         products, others = products * 128.0, others * 128.0
     return products, others, (next_w, next2_w, next_s, next2_s)
 
 
 @gluon.jit
-def split_sum(acc_SMT, WARPS: gl.constexpr, SPLITS: gl.constexpr, BM: gl.constexpr):
+def split_sum(acc_SMT, W: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr, BM: gl.constexpr):
     """The sum over splits in sum_layout. A sum between warps, as Triton makes it, goes by turns of loads, exchanges
     and stores, 2,500 cycles for [8, 32, 8] on an H200; here each thread reads the parts of its sums and adds them."""
-    if SPLITS > 1:
+    if parted(W, SPLITS):
         acc_SMT = gl.convert_layout(acc_SMT, parted_layout(WARPS, SPLITS, BM))
     return gl.sum(acc_SMT, 0)
 

@@ -79,7 +79,7 @@ def fragment_part(
     SPLITS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows of one weight, for BT tokens."""
-    SUM: gl.constexpr = sum_layout(WARPS, SPLITS, BM)
+    SUM: gl.constexpr = sum_layout(W, WARPS, SPLITS, BM)
     o0, t0 = program * BM, gl.program_id(1) * BT
     at_T = t0 + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUN * values_of(W)))
     o_M = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, SUM))

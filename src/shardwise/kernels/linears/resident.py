@@ -96,7 +96,7 @@ def _tiles(
     LAST: gl.constexpr = (W[ROWS] + R1) // BM - 1
     PRODUCT: gl.constexpr = product_layout(WARPS, WARPS)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, RUN * 2)
-    SUM: gl.constexpr = sum_layout(WARPS, WARPS, BM)
+    SUM: gl.constexpr = sum_layout(W, WARPS, WARPS, BM)
     slots = ()
     for _ in gl.static_range(SLOTS):
         slots = slots + (gl.allocate_shared_memory(gl.int32, [WARPS, BM, N], _shared_layout()),)  # noqa: RUF005
@@ -126,7 +126,7 @@ def _tiles(
             _ask(slots[n % SLOTS], value, later * BM, (n + SLOTS) % STEPS, K, BM, N, WARPS)
         acc = fragment_step(acc, word_SMN, 0, inputs[n % STEPS], W, BM, BT, BK, RUN, WARPS, WARPS)
         if n % STEPS == STEPS - 1:
-            _finish(split_sum(acc, WARPS, WARPS, BM), tile + n // STEPS, tokens, out, state,
+            _finish(split_sum(acc, W, WARPS, WARPS, BM), tile + n // STEPS, tokens, out, state,
                     old[n // STEPS] if TAPS else 0, W[ROWS], R1, BM, BT, TAPS, SUM)  # fmt: skip
             acc = gl.zeros((WARPS, BM, BT), gl.float32, layout=PRODUCT)
 

@@ -149,7 +149,7 @@ def _gated_tile(
             x, x_row_T * W[COLUMNS], ok_T, value, fine, held, i0, i0 + BI < stop, I, I, W, BI, BT, BK, RUN,
             WARPS, SPLITS, False, TILES,
         )  # fmt: skip
-        i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS, BI)))
+        i_M = i0 + gl.arange(0, BI, layout=gl.SliceLayout(1, sum_layout(W, WARPS, SPLITS, BI)))
         ok_M = i_M < I
         gate = gate * gl.expand_dims(fragment_coarse(coarse, expert, i_M, ok_M, W), 1)
         up = up * gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, ok_M, W), 1)
@@ -169,13 +169,14 @@ def fragment_gate_up_kernel(
     """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
     SHARED: gl.constexpr = (WS[ROWS] // 2 + BIS * TILESS - 1) // (BIS * TILESS)
     PARTS: gl.constexpr = (W[ROWS] // 2 + BI * TILES - 1) // (BI * TILES)
-    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS, BI))
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(W, WARPS, SPLITS, BI))
+    SUMS: gl.constexpr = gl.SliceLayout(0, sum_layout(WS, WARPS, SPLITS, BIS))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
     if program < shared:
         first = program // SHARED * BT
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
-        s_T = first + gl.arange(0, BT, layout=SUM)
+        s_T = first + gl.arange(0, BT, layout=SUMS)
         _gated_tile(x, shared_act, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
                     gl.minimum(t_T, tokens - 1), t_T < tokens, s_T, s_T < tokens, WS, BIS, BT, BKS, RUNS, WARPS,
                     SPLITS, TILESS, TURNS, PDL)  # fmt: skip
@@ -208,7 +209,7 @@ def _down_tile(
             act, act_row_T * W[COLUMNS], ok_T, value, fine, held, o0, o0 + BO < stop, W[ROWS], 0, W, BO, BT,
             BK, RUN, WARPS, SPLITS, True, TILES,
         )  # fmt: skip
-        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(WARPS, SPLITS, BO)))
+        o_M = o0 + gl.arange(0, BO, layout=gl.SliceLayout(1, sum_layout(W, WARPS, SPLITS, BO)))
         sums = sums * gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
         at = gl.expand_dims(y_row_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
         gl.store(y + at, sums, mask=gl.expand_dims(y_ok_T, 0) & gl.expand_dims(o_M < W[ROWS], 1))
@@ -225,13 +226,14 @@ def fragment_down_kernel(
     let_next_come(PDL)
     SHARED: gl.constexpr = (WS[ROWS] + BOS * TILESS - 1) // (BOS * TILESS)
     PARTS: gl.constexpr = (W[ROWS] + BO * TILES - 1) // (BO * TILES)
-    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(WARPS, SPLITS, BO))
+    SUM: gl.constexpr = gl.SliceLayout(0, sum_layout(W, WARPS, SPLITS, BO))
+    SUMS: gl.constexpr = gl.SliceLayout(0, sum_layout(WS, WARPS, SPLITS, BOS))
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
     if program < shared:
         first = program // SHARED * BT
         t_T = first + gl.arange(0, BT, layout=tokens_layout(WARPS, SPLITS, RUNS * values_of(WS)))
-        s_T = first + gl.arange(0, BT, layout=SUM)
+        s_T = first + gl.arange(0, BT, layout=SUMS)
         _down_tile(shared_act, y, shared_value, shared_fine, shared_coarse, program * 0, program % SHARED,
                    gl.minimum(t_T, tokens - 1), t_T < tokens, tokens * TOP_K + s_T, s_T < tokens, WS, BOS, BT, BKS,
                    RUNS, WARPS, SPLITS, TILESS, PDL)  # fmt: skip
