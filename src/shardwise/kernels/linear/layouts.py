@@ -26,8 +26,8 @@ def parted_layout(WARPS, SPLITS, BM):
 
 @constexpr_function
 def parted(W, SPLITS):
-    """Whether each thread adds the parts of its own sums. Two parts of products with e2m1 are left to Triton's sum: what
-    its layout makes of the loop is faster (H200, gates and ups of 4 tokens: 16.6 us, and 19.3 to 20.8)."""
+    """Whether each thread adds the parts of its own sums. Two parts of products with e2m1 are left to Triton's sum:
+    what its layout makes of the loop is faster (H200, gates and ups of 4 tokens: 16.6 us, and 19.3 to 20.8)."""
     return (2 if W[KIND] >= FP4_WORDS else 1) < SPLITS
 
 
