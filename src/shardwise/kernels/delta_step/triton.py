@@ -25,7 +25,7 @@ from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 STATE_ELEMENTS = 128 * 128  # of one head, most that a program holds in registers
-FEW_HEADS = 512  # of all sequences: beyond, the memory is what counts, and narrower programs keep it busier
+MOST_WARPS = 2048  # of all heads of all sequences: beyond, the memory is what counts; narrower programs keep it busier
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def gated_delta_norm(
     """As the reference; for single tokens the output is not rounded before its norm. pdl: see overlap.py."""
     _, heads, key_width, value_width = state_RVKD.shape
     constants, warps = _config(key_width, value_width, target_of(v_TVD.device).name)
-    fits = constants["KP"] * constants["DP"] <= STATE_ELEMENTS and 0 < seqs.decodes * heads <= FEW_HEADS
+    fits = constants["KP"] * constants["DP"] <= STATE_ELEMENTS and 0 < seqs.decodes * heads * warps <= MOST_WARPS
     if not v_TVD.numel() or not fits:
         out_TVD = gated_delta(
             q_TGD, k_TGD, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V, key_map_V, state_RVKD, seqs
