@@ -223,8 +223,7 @@ class DecodeGraphs:
             if not keep:
                 return logits_BV
             chosen_B = choose(logits_BV, keep, inputs.every_B, fields.ints_B4, fields.floats_B3, ctx.ops)
-            if keep > 1:  # parameters and logarithms are the first rank's; which is the largest, all see alike
-                chosen_B = ctx.comm.broadcast(chosen_B)
+            chosen_B = ctx.comm.broadcast(chosen_B)
             ctx.ops.keep_tokens(chosen_B, fields.rows_B, last_R, turns.told_KB, fields.turn_1)
             return chosen_B
 
