@@ -19,7 +19,7 @@ LATENCY_A_MEMBER = 1 / 6  # each rank beyond two adds so much of a small all-red
 ACTIVATION_BYTES = 4  # sums over ranks and logits are fp32
 # How much longer than a plain one a byte of codes takes, since codes have to become numbers: fitted to whole steps of
 # 35B-A3B on one H200 (benchmarks/forecast.py). Cards with less bandwidth for their arithmetic should lose less.
-ONE_TOKEN, TOKENS = (1.0, 1.2, 2.4), (1.0, 1.4, 2.2)
+ONE_TOKEN, TOKENS = (1.0, 1.2, 2.4), (1.0, 1.25, 1.7)
 
 
 @dataclass(frozen=True)
