@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 from shardwise.engine.engine import StepLogits
+from shardwise.engine.graphs import TURNS
 from shardwise.engine.plan import StepPlan
+from shardwise.engine.readback import Written
 from shardwise.engine.request import Limits, Request
+from shardwise.engine.sampler import LISTED, choose, parameters
+from shardwise.kernels.draw import reference
+from shardwise.layers.embedding import LISTED_ROWS
 
 VOCAB = 13
 
@@ -119,10 +125,14 @@ def likeliest(logits_LV: torch.Tensor, keep: int) -> torch.Tensor:
 
 
 class FakeRunner:
-    """Two ranks that see plans and committed tokens only. `poison`: beginnings after which logits are not numbers."""
+    """Two ranks that see plans and committed tokens only. `poison`: beginnings after which logits are not numbers.
 
-    def __init__(self, limits: Limits, snapshot_rows: int = 0) -> None:
-        self.limits = limits
+    chooses: as graphs do, it gives tokens where few ids matter, in memory that it writes again TURNS such steps later.
+    """
+
+    def __init__(self, limits: Limits, snapshot_rows: int = 0, chooses: bool = False) -> None:
+        self.limits, self.chooses = limits, chooses
+        self.told_KB, self.chosen = np.zeros((TURNS, LISTED_ROWS), np.int64), 0
         self.ranks = [FakeRank(limits, snapshot_rows), FakeRank(limits, snapshot_rows)]
         self.plans: list[StepPlan] = []
         self.poison: set[tuple[int, ...]] = set()
@@ -132,7 +142,7 @@ class FakeRunner:
         poisoned = any(history[: len(start)] == start for start in self.poison)
         return [float("nan")] * VOCAB if poisoned else list(model(history))
 
-    def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | None:
+    def run(self, plan: StepPlan, sampled: Sequence[Request] = ()) -> StepLogits | Written | None:
         assert not self.awaiting, "the last step's tokens were never shared"
         self.plans.append(plan)
         histories, follower = (rank.apply(plan) for rank in self.ranks)
@@ -140,15 +150,29 @@ class FakeRunner:
         self.awaiting = [chunk.row for chunk in plan.chunks if chunk.sample]
         if not any(chunk.sample or chunk.prompt_logits or chunk.check for chunk in plan.chunks):
             return None
+        if self.chooses and plan.keep and all(chunk.count == 1 and chunk.sample for chunk in plan.chunks):
+            return self.choose(plan, torch.tensor([self.logits(history) for history in histories]), sampled)
         checked = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.check]
-        sampled = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.sample]
+        drawn = [self.logits(h) for h, chunk in zip(histories, plan.chunks, strict=True) if chunk.sample]
         prompt = {
             chunk.row: torch.tensor([self.logits(h[: chunk.start + i + 1]) for i in range(chunk.count)])
             for h, chunk in zip(histories, plan.chunks, strict=True)
             if chunk.prompt_logits
         }
         checked_KV = torch.tensor(checked) if checked else None
-        return StepLogits(likeliest(torch.tensor(sampled).reshape(-1, VOCAB), plan.keep), prompt, checked_KV)
+        return StepLogits(likeliest(torch.tensor(drawn).reshape(-1, VOCAB), plan.keep), prompt, checked_KV)
+
+    def choose(self, plan: StepPlan, logits_LV: torch.Tensor, sampled: Sequence[Request]) -> Written:
+        assert [request.row for request in sampled] == self.awaiting
+        ints, floats = zip(*map(parameters, sampled), strict=True)
+        keep, every_L = 1 if plan.keep == 1 else LISTED, torch.arange(len(sampled))
+        logits_LV = likeliest(logits_LV, plan.keep)
+        tokens_L = choose(logits_LV, keep, every_L, torch.tensor(ints), torch.tensor(floats), reference)
+        self.chosen += 1
+        told_L = self.told_KB[self.chosen % TURNS, : len(sampled)]
+        told_L[:] = tokens_L.numpy()
+        self.commit(self.awaiting, tokens_L)
+        return Written(told_L, None)
 
     def commit(self, rows: list[int], tokens_L: torch.Tensor) -> None:
         assert rows == self.awaiting

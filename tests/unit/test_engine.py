@@ -19,8 +19,14 @@ WIDE = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, pages
 class Serving:
     """An engine over a fake runner, all that it said by request, and its books checked after every step."""
 
-    def __init__(self, limits: Limits = WIDE, overlap: bool = False, reuse: ReuseOptions | None = None) -> None:
-        self.runner = FakeRunner(limits, reuse.snapshot_rows if reuse else 0)
+    def __init__(
+        self,
+        limits: Limits = WIDE,
+        overlap: bool = False,
+        reuse: ReuseOptions | None = None,
+        chooses: bool = False,
+    ) -> None:
+        self.runner = FakeRunner(limits, reuse.snapshot_rows if reuse else 0, chooses)
         self.engine = Engine(limits, self.runner, (EOS,), overlap=overlap, reuse=reuse)
         self.said: dict[str, list[Tokens | Failed]] = {}
 
@@ -93,6 +99,26 @@ def greedy(prompt: list[int], max_tokens: int) -> tuple[list[int], int | None]:
             return history[len(prompt) :], token
         history.append(token)
     return history[len(prompt) :], None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_more_rows_than_a_runner_chooses_for_come_and_go(overlap: bool):
+    """And one whose logits are not numbers, in the middle; the memory of tokens is written again meanwhile."""
+    ways = {}, {"temperature": 0.9, "top_k": 3, "seed": 7}, {"temperature": 5.0, "top_k": 4, "top_p": 0.8, "seed": 8}
+    limits = replace(WIDE, max_num_seqs=20, max_num_batched_tokens=200, pages=200)
+    everything = [
+        generate(f"r{i}", [i % VOCAB, 2], max_tokens=3 + 2 * i, ignore_eos=True, **ways[i % 3]) for i in range(20)
+    ]
+    alone = {request.id: answer(Serving().run(request).said[request.id]) for request in everything}
+    serving = Serving(limits, overlap, chooses=True)
+    serving.runner.poison.add((19 % VOCAB, 2, *alone["r19"].tokens[:9]))
+    serving.run(*everything[4:], *everything[:4])
+    *most, last = everything
+    assert {r.id: answer(serving.said[r.id]) for r in most} == {r.id: alone[r.id] for r in most}
+    *before, failed = serving.said[last.id]
+    assert isinstance(failed, Failed)
+    assert [token for m in before if isinstance(m, Tokens) for token in m.tokens] == alone[last.id].tokens[:9]
+    assert serving.runner.chosen > 10
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -313,14 +339,15 @@ limits = st.builds(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(requests, limits, st.booleans())
-def test_anything_served_together_is_as_alone(specs: list, limits: Limits, overlap: bool):
-    """Any arrivals, lengths, cancels, chunks and page pools: the same answers, nothing leaked, nobody left waiting."""
+@given(requests, limits, st.booleans(), st.booleans())
+def test_anything_served_together_is_as_alone(specs: list, limits: Limits, overlap: bool, chooses: bool):
+    """Any arrivals, lengths, cancels, chunks and page pools: the same answers, nothing leaked, nobody left waiting.
+    Alone, no tokens are chosen by a runner."""
     everything = [
         generate(f"r{i}", prompt, priority, **{"min_tokens": min(i % 3, sampling["max_tokens"]), **sampling})
         for i, (prompt, sampling, priority, _, _) in enumerate(specs)
     ]
-    serving = Serving(limits, overlap)
+    serving = Serving(limits, overlap, chooses=chooses)
     for moment in range(34):
         for request, (*_, arrival, cancel) in zip(everything, specs, strict=True):
             if arrival == moment:

@@ -220,19 +220,10 @@ class Runner:
             self.capture()
 
     @torch.inference_mode()
-    def forward(
-        self,
-        chunks: Sequence[Chunk],
-        saves: Sequence[tuple[int, int]] = (),
-        host: Copies | None = None,
-        keep: int = 0,
-    ) -> torch.Tensor:
-        """Logits [L, V] of the chunks that want any, after the copies of a plan with these `saves` and `host`.
-
-        keep: as of StepPlan, for a step that is no graph.
-        """
-        self._set_out(chunks, saves, host)
-        return self._logits(chunks, keep)
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits [L, V] of the chunks that want any, without a plan: to try a model."""
+        self._set_out(chunks, (), None)
+        return self._logits(chunks, 0)
 
     def _set_out(self, chunks: Sequence[Chunk], saves: Sequence[tuple[int, int]], host: Copies | None) -> None:
         """What comes before the chunks are computed: page tables and copies."""

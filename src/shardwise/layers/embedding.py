@@ -72,13 +72,9 @@ class Head:
         self.shortlist = make_shortlist(self.linear.parts[0].plain)
         return self.shortlist.sharp
 
-    def lists(self, rows: int) -> bool:
-        """Whether there can be a list for so many rows."""
-        return self.shortlist is not None and 0 < rows <= LISTED_ROWS
-
     def __call__(self, x_LH: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """keep: how many of each row's likeliest matter; 0: all."""
-        if keep and self.shortlist is not None and self.lists(len(x_LH)):
+        if keep and self.shortlist is not None and 0 < len(x_LH) <= LISTED_ROWS:
             own_LV = self.ops.shortlist_logits(x_LH, self.linear.parts[0].plain, self.shortlist, keep)
         else:
             own_LV = self.linear(x_LH)
