@@ -31,9 +31,7 @@ def test_tokens_are_those_of_whole_rows(world: int, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("arrive_every", [0, 3])
-def test_tokens_are_the_same_if_steps_choose_them_and_no_rank_is_told(
-    world: int, arrive_every: int, ranks: Ranks
-) -> None:
+def test_tokens_are_the_same_if_steps_choose_them(world: int, arrive_every: int, ranks: Ranks) -> None:
     """Requests that want other logits are among them for a while, and some end early."""
     counts = (12, 30, 4, 25, 9, 17)
     ways = [*WAYS, {**RANDOM, "top_p": 0.7}, {"logprobs": 1}]
