@@ -25,12 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shardwise.kernels.attention.decode import METADATA
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.gluon import all_wait, copy_to_shared
 from shardwise.kernels.overlap import can_overlap
 from shardwise.kernels.sequences import Sequences
 
-# Triton 3.6 and 3.9 know them by different names.
-all_wait = getattr(gl, "barrier", None) or gl.thread_barrier
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 QUERIES, KEYS, DIM, WARPS = gl.constexpr(128), gl.constexpr(64), gl.constexpr(256), gl.constexpr(8)
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))  # 16 bytes a thread

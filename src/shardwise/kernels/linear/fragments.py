@@ -210,10 +210,8 @@ def _places(
     GRAIN: gl.constexpr = W[FINE] if W[FINE] else W[COLUMNS]
     gl.static_assert(SPLITS == 1 or W[FINE] == 0 or PART % GRAIN == 0, "a split begins under a scale of its own")
     LAID: gl.constexpr = word_layout(BM, BK // VALUES, RUN, 0, WARPS, SPLITS)
-    o_M, n_N = (
-        o0 + range_of(BM, 1, LAID),
-        range_of(SPLITS, 0, LAID) * (PART // VALUES) + range_of(BK // VALUES, 2, LAID),
-    )
+    o_M = o0 + range_of(BM, 1, LAID)
+    n_N = range_of(SPLITS, 0, LAID) * (PART // VALUES) + range_of(BK // VALUES, 2, LAID)
     at, ok = o_M * (W[COLUMNS] // VALUES) + n_N, o_M < LIMIT if LIMIT % BM else o_M * 0 == 0
     SCALED: gl.constexpr = (
         scale_layout(word_layout(BM, BK // VALUES, RUN, UNDER, WARPS, SPLITS))

@@ -27,14 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import constexpr_function
 
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.gluon import all_wait, copy_to_shared
 from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
-# Triton 3.6 and 3.9 know them by different names.
-all_wait = getattr(gl, "barrier", None) or gl.thread_barrier
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 STEP = gl.constexpr(128)  # columns of a product
 MOST_TOKENS = 128  # beyond, libraries are faster
 PROCESSORS, FEWEST_PROGRAMS = 132, 96  # of Hopper's cards, and how many of them are to have work

@@ -23,6 +23,10 @@ class Conv:
     state_RCW1: torch.Tensor
     seqs: Sequences
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As kernels of single tokens take it: factors, states, contexts and rows."""
+        return self.weight_CW, self.state_RCW1, self.seqs.context_S, self.seqs.state_rows_S
+
 
 def norm_linears(
     added_TH: torch.Tensor | None,

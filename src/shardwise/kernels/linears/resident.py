@@ -27,6 +27,7 @@ from triton.runtime.jit import constexpr_function
 from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.gluon import copy_to_shared
 from shardwise.kernels.linear.fragments import fits, fragment_input, fragment_step, range_of, split_sum, steps_of, words
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.layouts import product_layout, sum_layout, tokens_layout, word_layout
@@ -36,8 +37,6 @@ from shardwise.kernels.linears.neighbours import together
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
-# Triton 3.6 and 3.9 know it by different names.
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 CAPABILITY, SHARED_KIB = (9, 0), 227
 FEW_ROWS, FEW_BM = 512, 16  # most rows of a weight beside the others, and those of a program for it
 
@@ -234,10 +233,7 @@ def resident_linears(
     both = torch.empty(sum(sizes), dtype=dtypes[0], device=x_TH.device)
     outputs = [part.view(tokens, -1) for part in both.split(sizes)]
     outputs += [torch.empty((tokens, of.layout[ROWS.value]), dtype=dtypes[-1], device=x_TH.device) for of in few]
-    taps, convolution = 0, (x_TH,) * 4
-    if conv is not None:
-        taps = conv.weight_CW.shape[1]
-        convolution = conv.weight_CW, conv.state_RCW1, conv.seqs.context_S, conv.seqs.state_rows_S
+    taps, convolution = (conv.weight_CW.shape[1], conv.tensors()) if conv else (0, (x_TH,) * 4)
     programs = triton.cdiv(sum(of.layout[ROWS.value] for of in large) // config.BM, config.tiles)
     programs += sum(triton.cdiv(of.layout[ROWS.value], FEW_BM) for of in few)
     resident_linears_kernel[(programs,)](

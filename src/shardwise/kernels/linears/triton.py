@@ -260,9 +260,7 @@ def _arguments(
     outputs = [torch.empty(shape, dtype=dtype, device=x_TH.device) for shape, dtype in zip(shapes, dtypes, strict=True)]
     parts = list(zip(operands, outputs, strict=True))
     tensors = [tensor for of, out in parts + parts[:1] * (PARTS - len(parts)) for tensor in (*of.tensors(), out)]
-    if conv is None:
-        return outputs, tensors, (x_TH,) * 4
-    return outputs, tensors, (conv.weight_CW, conv.state_RCW1, conv.seqs.context_S, conv.seqs.state_rows_S)
+    return outputs, tensors, conv.tensors() if conv else (x_TH,) * 4
 
 
 def stream_constants(operands: Sequence[Operand], normed: bool, taps: int, gpu: str = "") -> tuple[dict[str, Any], int]:
