@@ -1,6 +1,7 @@
 """Operations of Gluon that Triton 3.6 and 3.9 know by different names."""
 
 # pyright: reportAttributeAccessIssue=false
+
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
