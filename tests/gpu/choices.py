@@ -67,20 +67,20 @@ def measure(leader: Leader, requests: int) -> dict[str, float]:
 
 
 def told(added: Mapping[str, float], before: Mapping[str, float]) -> str:
-    changed = {name: added.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **added} if ours(name)}
+    changed = {name: added.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **added} if counts(name)}
     parts = [f"{name[:28]} {us:+.1f}" for name, us in changed.items() if abs(us) >= TOLD_US]
     return f"all {sum(changed.values()):+.1f}" + "".join(f", {part}" for part in parts)
 
 
-def ours(name: str) -> bool:
-    """Whether it is within a step's graph: what comes between two waits for the host, and says little."""
+def counts(name: str) -> bool:
+    """Whether a kernel counts: copies, and torch's beside the graphs, have waits for the host in their times."""
     return "Memcpy" not in name and "at::native" not in name
 
 
 def compare(leader: Leader, requests: int, keys: Sequence[str], configurations: Sequence[Any]) -> None:
     """Print a line for the choices as they are, and one for each configuration of `keys`."""
     before = measure(leader, requests)
-    total = sum(us for name, us in before.items() if ours(name))
+    total = sum(us for name, us in before.items() if counts(name))
     largest = sorted(before.items(), key=lambda pair: -pair[1])[:6]
     print(
         requests, " ".join(keys), f"{total:.1f}", ", ".join(f"{name[:28]} {us:.1f}" for name, us in largest), flush=True
