@@ -35,6 +35,7 @@ from shardwise.kernels.linear.geometry import Case, banks, case
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.linear.warpgroups import Halved, halve
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
@@ -45,20 +46,27 @@ NO_EXPERT = tl.constexpr(2**30)
 
 @triton.jit(do_not_specialize=["tokens"])
 def rank_tiles_kernel(
-    ids, order, tiles, tokens, experts, most, TOP_K: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    ids, order, tiles, tokens, experts, most, x, halves, back, TOP_K: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, FEW: tl.constexpr, HALVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A stable sort of pairs by expert: order[position] = pair; and tiles[0:3, p] = a tile's expert (-1: there is
     none), its first position, and the last one's successor. FEW: a tile is where its first pair is; otherwise experts
     have room of their own, in which a place is left over at most, and which items after the pairs fill.
 
     One warp, which neither waits for others nor counts all experts: only what is below its items, and like them.
+    HALVED: columns of x (0: none), the tokens of which the first programs make rows of e4m3, see linear/warpgroups.py.
     """
     let_next_come(PDL)
     pairs = tokens * TOP_K
-    item_M, n_N = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
-    pair_M = item_M < pairs
+    program = tl.program_id(0)
     after_previous(PDL)
+    if HALVED:
+        if program < tokens:
+            halve(x, program.to(tl.int64), halves, back, HALVED, BLOCK)
+            return
+        program -= tokens
+    item_M, n_N = program * BM + tl.arange(0, BM), tl.arange(0, BN)
+    pair_M = item_M < pairs
     key_M = tl.load(ids + item_M, mask=pair_M, other=0)
     key_M = tl.where(pair_M, key_M, item_M - pairs)
     ahead_M, own_M = tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
@@ -87,7 +95,7 @@ def rank_tiles_kernel(
 
 
 @gluon.jit
-def _matches(ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr):
+def token_pairs(ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr):
     """Each token's pair with an expert (-1: none), and whether `pair` is the first of them."""
     LAID: gl.constexpr = gl.BlockedLayout([1, KP], [32, 1], [WARPS, 1], [1, 0])
     t_T = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, LAID)), 1)
@@ -108,7 +116,7 @@ def _rows(
     column for every token."""
     if MATCHED:
         expert = gl.load(ids + program, cache_modifier=".cg")
-        pair_T, mine = _matches(ids, program, expert, tokens, TOP_K, KP, BT, WARPS)
+        pair_T, mine = token_pairs(ids, program, expert, tokens, TOP_K, KP, BT, WARPS)
         expert = gl.where(mine, expert, -1)
         t_T, act_T, s_T = (
             gl.arange(0, BT, layout=LAYOUT), gl.convert_layout(pair_T, LAYOUT), gl.convert_layout(pair_T, SUM)
@@ -297,8 +305,11 @@ def _turns(down: Operand, shared_down: Operand) -> dict[str, int]:
     return {"TURN": VALUES[down.kind], "TURNS": VALUES[shared_down.kind]}
 
 
-def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert.
+def rank_tiles(
+    ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool, halved: Halved | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert. halved:
+    what is to be filled in the same launch.
 
     Fewer than 65,536 pairs: positions are halves of words.
     """
@@ -307,9 +318,11 @@ def rank_tiles(ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool) -> tuple[
     most, items = min(pairs, apart), pairs if pairs <= apart else pairs + experts
     order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
     tiles_3P = torch.empty((3, most), dtype=torch.int32, device=ids_Tk.device)
-    rank_tiles_kernel[(triton.cdiv(items, RANKED_ROWS),)](
-        ids_Tk, order_M, tiles_3P, tokens, experts, most, top_k, BT, RANKED_ROWS,
-        min(RANKED_STEP, max(128, power_of_two(pairs))), pairs <= apart, num_warps=1, **launch(pdl),
+    columns = halved.x_TH.shape[1] if halved else 0
+    rank_tiles_kernel[(triton.cdiv(items, RANKED_ROWS) + (tokens if halved else 0),)](
+        ids_Tk, order_M, tiles_3P, tokens, experts, most, *(halved or (ids_Tk,) * 3), top_k, BT, RANKED_ROWS,
+        min(RANKED_STEP, max(128, power_of_two(pairs))), pairs <= apart, columns, power_of_two(columns), num_warps=1,
+        **launch(pdl),
     )  # fmt: skip
     return order_M, tiles_3P
 
@@ -375,7 +388,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """
     types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
     for few, step in ((True, 128), (False, RANKED_STEP)):
-        constexprs = {"TOP_K": 8, "BT": 8, "BM": RANKED_ROWS, "BN": step, "FEW": few, "PDL": False}
+        constexprs = {"TOP_K": 8, "BT": 8, "BM": RANKED_ROWS, "BN": step, "FEW": few, "HALVED": 0, "BLOCK": 1, "PDL": False}
         yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 1, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
     ruled = [(up, down, tokens, "", 0) for up, down in banks(False) if up.of.layout[2] != 128 for tokens in (4, 512)]

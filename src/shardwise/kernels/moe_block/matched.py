@@ -19,6 +19,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, ask_for_rows, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
+from shardwise.kernels.moe_block import hopper
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
@@ -167,7 +168,7 @@ def moe(
     shared_up: Operand,
     shared_down: Operand,
     ids_Tk: torch.Tensor,
-    configs: tuple[Matched, Matched],
+    configs: tuple[Matched, Matched | hopper.Hopper],
     pdl: bool,
 ) -> Outputs:
     """Two launches: gates and ups of all experts, and their outputs, fp32.
@@ -177,8 +178,7 @@ def moe(
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
-    y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
-    config = configs[0]
+    config, down_config = configs
     constexprs = _up_constants(up, shared_up, tokens, top_k, config)
     programs = triton.cdiv(shared_up.layout[2] // 2, constexprs["BIS"])
     programs += tokens * top_k * triton.cdiv(up.layout[2] // 2, constexprs["BI"])
@@ -186,12 +186,15 @@ def moe(
         x_TH, act_MI, shared_act_TI, ids_Tk, *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
         num_warps=config.warps, num_stages=config.stages, **launch(pdl),
     )  # fmt: skip
-    config = configs[1]
-    constexprs = _down_constants(down, shared_down, tokens, top_k, config)
+    if isinstance(down_config, hopper.Hopper):
+        chosen = hopper.Chosen(ids_Tk, ids_Tk, ids_Tk, ids_Tk.numel(), True)
+        return hopper.outputs(act_MI, shared_act_TI, down, shared_down, chosen, down_config, pdl)
+    y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
+    constexprs = _down_constants(down, shared_down, tokens, top_k, down_config)
     programs = triton.cdiv(hidden, constexprs["BOS"]) + tokens * top_k * triton.cdiv(hidden, constexprs["BO"])
     matched_down_kernel[(programs,)](
         act_MI, shared_act_TI, y_MH, ids_Tk, *down.tensors(), *shared_down.tensors(), tokens, **constexprs,
-        num_warps=config.warps, num_stages=config.stages, **launch(pdl),
+        num_warps=down_config.warps, num_stages=down_config.stages, **launch(pdl),
     )  # fmt: skip
     return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
 

@@ -20,7 +20,7 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
-from shardwise.kernels.moe_block import combine, fragments, matched, pairs
+from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.reference import summed
@@ -144,6 +144,9 @@ def _block(
     if way != APART:
         unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
         x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
+        hopper_config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
+        if hopper_config is not None and hopper_config.up_BM:
+            return hopper.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], hopper_config, pdl)
         if way == FRAGMENTS:
             return fragments.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target.name, pdl)
         if way == STREAMED:
@@ -151,7 +154,7 @@ def _block(
         if way == SORTED:
             return pairs.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target, pdl)
         configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
-        return matched.moe(x_TH, *banks_of, ids_Tk, (configs[0], configs[1]), pdl)
+        return matched.moe(x_TH, *banks_of, ids_Tk, (configs[0], hopper_config or configs[1]), pdl)
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target, pdl=pdl)
@@ -263,5 +266,6 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     yield from combine.compile_cases()
     if not native_fp8:
         yield from fragments.compile_cases()
+        yield from hopper.compile_cases()
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)

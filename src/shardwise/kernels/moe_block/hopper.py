@@ -1,0 +1,351 @@
+"""Experts for some tokens on Hopper, plain and in FP8: see linear/warpgroups.py.
+
+Pairs of token and expert are sorted by expert, or a tile has a column for every token, as in fragments.py; the shared
+expert, of all tokens, goes through the same launches.
+Legend: T tokens of a tile, M rows of weights, H hidden, I intermediate, k experts a token.
+"""
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from shardwise.kernels import tuning
+from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.gluon import all_wait
+from shardwise.kernels.linear.fragments import fragment_coarse
+from shardwise.kernels.linear.geometry import case
+from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8, PLAIN, ROWS, Operand
+from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.linear.warpgroups import (
+    FLAT,
+    WARPS,
+    Halved,
+    ask_first,
+    fits,
+    input_rows,
+    inputs,
+    places,
+    products,
+    shared_bytes,
+    step_of,
+    words,
+)
+from shardwise.kernels.moe_block.combine import Outputs
+from shardwise.kernels.moe_block.fragments import rank_tiles, token_pairs
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
+
+
+MATCHED_TOKENS = 16  # up to so many, a tile may have a column for every token, and pairs need no sort
+SHARED_KIB = 227
+
+
+class Hopper(NamedTuple):
+    """A configuration: tokens of a tile; of gates and ups, and of down, rows of a tile and steps that are held at a
+    time. No rows: gates and ups go by another kernel."""
+
+    BT: int
+    up_BM: int
+    up_slots: int
+    down_BM: int
+    down_slots: int
+
+
+class Chosen(NamedTuple):
+    """Which pairs tiles have: all there are, in order and as tiles (see fragments.rank_tiles), how many tiles there may
+    be; or, if matched, a tile for every pair, which all tokens of its expert join."""
+
+    ids_Tk: torch.Tensor
+    order_M: torch.Tensor
+    tiles_3P: torch.Tensor
+    most: int
+    matched: bool
+
+
+@gluon.jit
+def _tile_rows(
+    rows_s, to_s, ids, order, tiles, place, most, tokens, UP: gl.constexpr, MATCHED: gl.constexpr, TOP_K: gl.constexpr,
+    KP: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """A tile's expert (-1: nothing to do), and how many tokens it has; where each one's input lies, and where its
+    output goes (-1: nowhere), to shared memory. With MATCHED it has a column for every token."""
+    if MATCHED:
+        expert = gl.load(ids + place, cache_modifier=".cg")
+        pair_T, mine = token_pairs(ids, place, expert, tokens, TOP_K, KP, BT, WARPS)
+        expert = gl.where(mine, expert, -1)
+        count = tokens
+        if UP:
+            rows_s.store(gl.arange(0, BT, layout=pair_T.type.layout))
+        else:
+            rows_s.store(gl.maximum(pair_T, 0))
+        to_s.store(pair_T)
+    else:
+        # By way of .cg, here and above: `down` reads them before it waits, see down_kernel in stream.py.
+        expert = gl.load(tiles + place, cache_modifier=".cg")
+        first = gl.load(tiles + most + place, cache_modifier=".cg")
+        stop = gl.load(tiles + 2 * most + place, cache_modifier=".cg")
+        first, stop = gl.where(expert < 0, 0, first), gl.where(expert < 0, 0, stop)
+        count = stop - first
+        t_T = gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        pair_T = gl.load(order + first + t_T, mask=t_T < count, other=-1, cache_modifier=".cg")
+        if UP:
+            rows_s.store(pair_T // TOP_K)
+            to_s.store(gl.where(t_T < count, first + t_T, -1))
+        else:
+            rows_s.store(first + t_T)
+            to_s.store(pair_T)
+    all_wait()
+    return expert, count
+
+
+@gluon.jit
+def _shared_rows(rows_s, to_s, first, tokens, beyond, BT: gl.constexpr):
+    """The same of the shared expert's tokens."""
+    t_T = first + gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    rows_s.store(gl.minimum(t_T, tokens - 1))
+    to_s.store(gl.where(t_T < tokens, t_T + beyond, -1))
+    all_wait()
+    return gl.minimum(BT, tokens - first)
+
+
+@gluon.jit
+def _gated(
+    a_s, x_s, back_s, rows_s, to_s, x, back, act, value, fine, coarse, expert, at_M1, i0, count, W: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
+    """act = silu(gate) * up, BM / 2 columns of one expert."""
+    I: gl.constexpr = W[ROWS] // 2  # noqa: E741
+    inputs(x_s, back_s, rows_s, x, back, count, W, BT, READY)
+    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, i0, I, W, BM, BT, SLOTS)
+    both = gl.permute(gl.reshape(y_MT, (BM // 16, 2, 8, BT)), (0, 2, 3, 1))
+    gate, up = gl.split(gl.reshape(both, (BM // 2, BT, 2)))
+    LAYOUT: gl.constexpr = gate.type.layout
+    i_M, to_T = i0 + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, LAYOUT)), to_s.load(gl.SliceLayout(0, LAYOUT))
+    gate *= gl.expand_dims(fragment_coarse(coarse, expert, i_M, i_M < I, W), 1)
+    up *= gl.expand_dims(fragment_coarse(coarse, expert, i_M + I, i_M < I, W), 1)
+    mixed = gate / (1.0 + gl.exp(-gate)) * up
+    at = gl.expand_dims(to_T * I, 0) + gl.expand_dims(i_M, 1)
+    gl.store(act + at, mixed.to(act.dtype.element_ty), mask=gl.expand_dims(to_T >= 0, 0) & gl.expand_dims(i_M < I, 1))
+
+
+@gluon.jit
+def _bank(value, fine, expert, W: gl.constexpr):
+    """Where an expert's codes and scales begin."""
+    value += expert.to(gl.int64) * (W[ROWS] * W[COLUMNS])
+    return value, fine + expert.to(gl.int64) * (W[FINE_ROWS] * W[FINE_COLUMNS])
+
+
+@gluon.jit(do_not_specialize=["tokens", "most"])
+def hopper_gate_up_kernel(
+    x, back, act, shared_act, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens,
+    most, MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr,
+    WS: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr, READY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
+    SHARED: gl.constexpr = WS[ROWS] // BM
+    PARTS: gl.constexpr = W[ROWS] // BM
+    shared = SHARED * ((tokens + BT - 1) // BT)
+    program = gl.program_id(0)
+    a_s, x_s = places(SLOTS, BM, W), places(W[COLUMNS] // step_of(W), input_rows(W, BT), W)
+    back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
+    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    if program < shared:
+        i0 = program % SHARED * (BM // 2)
+        at_M1 = ask_first(a_s, shared_value, i0, WS[ROWS] // 2, WS, BM, SLOTS)
+        count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, 0, BT)
+        after_previous(PDL)
+        let_next_come(PDL)
+        _gated(a_s, x_s, back_s, rows_s, to_s, x, back, shared_act, shared_value, shared_fine, shared_coarse, program * 0,
+               at_M1, i0, count, WS, BM, BT, SLOTS, READY)  # fmt: skip
+    else:
+        after_previous(PDL)
+        let_next_come(PDL)
+        expert, count = _tile_rows(
+            rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, True, MATCHED, TOP_K, KP, BT
+        )
+        if expert >= 0:
+            i0 = (program - shared) % PARTS * (BM // 2)
+            value, fine = _bank(value, fine, expert, W)
+            at_M1 = ask_first(a_s, value, i0, W[ROWS] // 2, W, BM, SLOTS)
+            _gated(a_s, x_s, back_s, rows_s, to_s, x, back, act, value, fine, coarse, expert, at_M1, i0, count, W, BM,
+                   BT, SLOTS, READY)  # fmt: skip
+
+
+@gluon.jit
+def _down(
+    a_s, x_s, back_s, rows_s, to_s, act, y, value, fine, coarse, expert, at_M1, o0, count, W: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """y = down(act), BM columns of one expert."""
+    inputs(x_s, back_s, rows_s, act, act, count, W, BT, False)
+    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, o0, 0, W, BM, BT, SLOTS)
+    LAYOUT: gl.constexpr = y_MT.type.layout
+    o_M, to_T = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT)), to_s.load(gl.SliceLayout(0, LAYOUT))
+    y_MT *= gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
+    at = gl.expand_dims(to_T.to(gl.int64) * W[ROWS], 0) + gl.expand_dims(o_M, 1)
+    gl.store(y + at, y_MT, mask=gl.expand_dims(to_T >= 0, 0) & gl.expand_dims(o_M < W[ROWS], 1))
+
+
+@gluon.jit(do_not_specialize=["tokens", "most"])
+def hopper_down_kernel(
+    act, shared_act, y, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
+    MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, WS: gl.constexpr,
+    BM: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As above: y[pair] of routed experts, y[pairs + token] of the shared one. The choice is known when it starts."""
+    let_next_come(PDL)
+    SHARED: gl.constexpr = WS[ROWS] // BM
+    PARTS: gl.constexpr = W[ROWS] // BM
+    shared = SHARED * ((tokens + BT - 1) // BT)
+    program = gl.program_id(0)
+    a_s, x_s = places(SLOTS, BM, W), places(W[COLUMNS] // step_of(W), input_rows(W, BT), W)
+    back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
+    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    if program < shared:
+        o0 = program % SHARED * BM
+        at_M1 = ask_first(a_s, shared_value, o0, 0, WS, BM, SLOTS)
+        count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, tokens * TOP_K, BT)
+        after_previous(PDL)
+        _down(a_s, x_s, back_s, rows_s, to_s, shared_act, y, shared_value, shared_fine, shared_coarse, program * 0,
+              at_M1, o0, count, WS, BM, BT, SLOTS)  # fmt: skip
+    else:
+        expert, count = _tile_rows(
+            rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, False, MATCHED, TOP_K, KP, BT
+        )
+        if expert >= 0:
+            o0 = (program - shared) % PARTS * BM
+            value, fine = _bank(value, fine, expert, W)
+            at_M1 = ask_first(a_s, value, o0, 0, W, BM, SLOTS)
+            after_previous(PDL)
+            _down(a_s, x_s, back_s, rows_s, to_s, act, y, value, fine, coarse, expert, at_M1, o0, count, W, BM, BT,
+                  SLOTS)  # fmt: skip
+        else:
+            after_previous(PDL)
+
+
+def hopper_config(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: str) -> Hopper | None:
+    """How `tokens` go through banks (gate and up, down, and those of the shared expert) by these kernels, as measured
+    or by rule, if they are to."""
+    found = tuning.choice(gpu, "hopper", [banks_of[0].layout], tokens)
+    config = Hopper(*found) if found else hopper_rule(banks_of[0].kind, tokens)
+    return config if config and possible(banks_of, x_dtype, config) else None
+
+
+def hopper_rule(kind: int, tokens: int) -> Hopper | None:
+    """As measured on an H200 for 256 experts, 512 wide."""
+    if kind == FP8.value and 5 <= tokens <= 160:
+        return Hopper(4, 128, 6, 64, 4) if tokens <= 16 else Hopper(8, 128, 4, 128, 4)
+    if kind == PLAIN.value and 2 <= tokens <= 16:
+        return Hopper(8 if tokens <= 8 else 16, 0, 0, 64, 8)
+    return None
+
+
+def possible(banks_of: Sequence[Operand], x_dtype: torch.dtype, config: Hopper) -> bool:
+    """Whether these kernels can do it, on this device."""
+    up, down, shared_up, shared_down = banks_of
+    alike = up.kind == shared_up.kind == down.kind == shared_down.kind and up.layout[3] == shared_up.layout[3]
+    pairs = ((up, shared_up, config.up_BM, config.up_slots), (down, shared_down, config.down_BM, config.down_slots))
+    for bank, shared, BM, slots in pairs:
+        if BM and not all(fits(of, x_dtype, BM) for of in (bank, shared)):
+            return False
+        if BM and shared_bytes(bank.layout, BM, config.BT, slots) > SHARED_KIB * 1024:
+            return False
+    return alike and down.layout[3] == shared_down.layout[3]
+
+
+def moe(
+    x_TH: torch.Tensor,
+    up: Operand,
+    down: Operand,
+    shared_up: Operand,
+    shared_down: Operand,
+    ids_Tk: torch.Tensor,
+    experts: int,
+    config: Hopper,
+    pdl: bool,
+) -> Outputs:
+    """As fragments.moe: two launches, and a third for a sort where tiles do not have a column for every token."""
+    (tokens, top_k), device, BT = ids_Tk.shape, x_TH.device, config.BT
+    chosen = Chosen(ids_Tk, ids_Tk, ids_Tk, ids_Tk.numel(), tokens <= min(BT, MATCHED_TOKENS))
+    halved = None
+    if not chosen.matched:
+        if up.kind == FP8.value:
+            halves_T2H = torch.empty((tokens, 2, up.layout[3]), dtype=torch.float8_e4m3fn, device=device)
+            halved = Halved(x_TH, halves_T2H, torch.empty(tokens, dtype=torch.float32, device=device))
+        order_M, tiles_3P = rank_tiles(ids_Tk, experts, BT, pdl, halved)
+        chosen = Chosen(ids_Tk, order_M, tiles_3P, tiles_3P.shape[1], False)
+    act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
+    shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
+    constexprs = _constants(up, shared_up, chosen, BT, config.up_BM, config.up_slots)
+    programs = triton.cdiv(tokens, BT) * (shared_up.layout[2] // config.up_BM)
+    programs += chosen.most * (up.layout[2] // config.up_BM)
+    hopper_gate_up_kernel[(programs,)](
+        *(halved[1:] if halved else (x_TH, x_TH)), act_MI, shared_act_TI, *chosen[:3], *words(up), *words(shared_up),
+        tokens, chosen.most, **constexprs, READY=bool(halved), num_warps=WARPS.value, **launch(pdl),
+    )  # fmt: skip
+    return outputs(act_MI, shared_act_TI, down, shared_down, chosen, config, pdl)
+
+
+def outputs(
+    act_MI: torch.Tensor,
+    shared_act_TI: torch.Tensor,
+    down: Operand,
+    shared_down: Operand,
+    chosen: Chosen,
+    config: Hopper,
+    pdl: bool,
+) -> Outputs:
+    """What experts' gates and ups become, fp32. act: of pairs, or where pairs are sorted, of places."""
+    (tokens, top_k), hidden = chosen.ids_Tk.shape, down.layout[2]
+    y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=act_MI.device)
+    programs = (triton.cdiv(tokens, config.BT) + chosen.most) * (hidden // config.down_BM)
+    hopper_down_kernel[(programs,)](
+        act_MI, shared_act_TI, y_MH, *chosen[:3], *words(down), *words(shared_down), tokens, chosen.most,
+        **_constants(down, shared_down, chosen, config.BT, config.down_BM, config.down_slots), num_warps=WARPS.value,
+        **launch(pdl),
+    )  # fmt: skip
+    return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
+
+
+def _constants(of: Operand, shared: Operand, chosen: Chosen, BT: int, BM: int, slots: int) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    top_k = chosen.ids_Tk.shape[1]
+    return {
+        "MATCHED": chosen.matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout,
+        "WS": shared.layout, "BM": BM, "SLOTS": min(slots, of.layout[3] // step_of(of.layout)),
+    }  # fmt: skip
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """The banks of 35B-A3B, whole and halved, by the rule."""
+    types = dict.fromkeys(("ids", "order", "tiles"), "*i32") | dict.fromkeys(("act", "shared_act"), "*bf16")
+    types |= {"y": "*fp32"}
+    for kind, width, tokens in product(("bf16", "fp8_block", "fp8_tensor"), (512, 256), (4, 16, 128)):
+        up, down = case(2 * width, 2048, kind, False, halves=2), case(2048, width, kind, False)
+        config = hopper_rule(up.of.kind, tokens)
+        if not config:
+            continue
+        nothing = torch.empty((tokens, 8), dtype=torch.int32)
+        matched = tokens <= min(config.BT, MATCHED_TOKENS)
+        chosen, ready = Chosen(nothing, nothing, nothing, 0, matched), up.of.kind == FP8.value and not matched
+        for kernel, bank in ((hopper_gate_up_kernel, up), (hopper_down_kernel, down)):
+            of_up = bank is up
+            BM, slots = (config.up_BM, config.up_slots) if of_up else (config.down_BM, config.down_slots)
+            if not BM:
+                continue
+            constexprs = _constants(bank.of, bank.of, chosen, config.BT, BM, slots) | {"PDL": True}
+            own = types | bank.types | ({"value": "*fp8e4nv"} if bank.of.kind else {})
+            own |= {f"shared_{name}": own[name] for name in ("value", "fine", "coarse")}
+            if of_up:
+                constexprs |= {"READY": ready}
+                own |= {"x": "*fp8e4nv", "back": "*fp32"} if ready else {"x": "*bf16", "back": "*bf16"}
+            signed = signature(kernel, constexprs, own)
+            yield CompileCase(kernel, signed, constexprs, WARPS.value, 1, SHARED_KIB * 1024)
