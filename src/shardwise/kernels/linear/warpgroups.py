@@ -93,8 +93,8 @@ def _copy_layout(W):
 
 
 @constexpr_function
-def sums_layout(W, BT):
-    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, input_rows(W, BT), 256 // _bits(W)])
+def sums_layout(W, N):
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, N, 256 // _bits(W)])
 
 
 @constexpr_function
@@ -129,13 +129,15 @@ def places(COUNT: gl.constexpr, SIZE: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def tile_row(r_M, o0, SECOND: gl.constexpr, LIMIT: gl.constexpr):
-    """Which row of the weight row r of a tile is: gates and ups by turns of eight, so that a thread has both."""
+def tile_rows(r_M, o0, SECOND: gl.constexpr, SPLIT: gl.constexpr):
+    """Which row of the weight row r of a tile is, and which half of its columns it has. Gates and ups (SECOND: how far
+    apart they are), or halves of a row (SPLIT: 2), by turns of eight rows, so that a thread has both."""
+    row_M, half_M = o0 + r_M, r_M * 0
+    if SECOND or SPLIT == 2:
+        row_M, half_M = o0 + r_M // 16 * 8 + r_M % 8, r_M // 8 % 2
     if SECOND:
-        row = o0 + r_M // 16 * 8 + r_M % 8 + SECOND * (r_M // 8 % 2)
-    else:
-        row = gl.minimum(o0 + r_M, LIMIT - 1)
-    return row
+        row_M, half_M = row_M + SECOND * half_M, r_M * 0
+    return row_M, half_M
 
 
 @gluon.jit
@@ -147,10 +149,14 @@ def _ask(place, value, at_M1, c, W: gl.constexpr):
 
 
 @gluon.jit
-def ask_first(a_s, value, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr):
-    """As many steps of a tile as are held, on their way -> where its rows begin."""
+def ask_first(
+    a_s, value, o0, k0, SECOND: gl.constexpr, SPLIT: gl.constexpr, W: gl.constexpr, SPAN: gl.constexpr,
+    BM: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """As many steps of a tile, of SPAN columns from k0 on, as are held, on their way -> where its rows begin."""
     r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, _copy_layout(W)))
-    at_M1 = gl.expand_dims(tile_row(r_M, o0, SECOND, W[ROWS]) * W[COLUMNS], 1)
+    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
+    at_M1 = gl.expand_dims(row_M * W[COLUMNS] + k0 + half_M * (SPAN // 2), 1)
     for c in gl.static_range(SLOTS):
         _ask(a_s[c], value, at_M1, c, W)
     return at_M1
@@ -190,14 +196,18 @@ def _ready(x_s, back_s, rows_s, x, back, count, G: gl.constexpr, W: gl.constexpr
 
 
 @gluon.jit
-def _halved(x_s, back_s, rows_s, x, count, G: gl.constexpr, W: gl.constexpr):
+def _halved(
+    x_s, back_s, rows_s, x, k0, count, G: gl.constexpr, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
     """A group of tokens as rows of e4m3, two each, and what their products are to be multiplied by."""
     K: gl.constexpr = W[COLUMNS]
+    STEPS: gl.constexpr = SPAN // SPLIT // STEP_BYTES
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])  # a token a warp
     PART: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     row_T = rows_s.slice(G * HALVED, HALVED).load(gl.SliceLayout(1, WIDE))
     ok_T1 = gl.expand_dims(G * HALVED + gl.arange(0, HALVED, layout=gl.SliceLayout(1, WIDE)) < count, 1)
-    k_K = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE))
+    k_K = k0 + gl.arange(0, SPAN, layout=gl.SliceLayout(0, WIDE))
     at_TK = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0)
     x_TK = gl.load(x + at_TK, mask=ok_T1, other=0).to(gl.float32)
     power_T = gl.maximum(gl.max(gl.abs(x_TK), 1).to(gl.int32, bitcast=True) >> 23, 8)
@@ -207,35 +217,40 @@ def _halved(x_s, back_s, rows_s, x, count, G: gl.constexpr, W: gl.constexpr):
     forth_T1 = gl.expand_dims(((261 - power_T) << 23).to(gl.float32, bitcast=True), 1)
     row_T = rows_s.slice(G * HALVED, HALVED).load(gl.SliceLayout(1, PART))
     ok_T1 = gl.expand_dims(G * HALVED + gl.arange(0, HALVED, layout=gl.SliceLayout(1, PART)) < count, 1)
-    k_K = gl.arange(0, STEP_BYTES, layout=gl.SliceLayout(0, PART))
+    k_K = k0 + gl.arange(0, STEP_BYTES, layout=gl.SliceLayout(0, PART))
     at_TK = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0)
-    for c in gl.static_range(K // STEP_BYTES):
+    for c in gl.static_range(SPAN // STEP_BYTES):
         x_TK = gl.load(x + at_TK + c * STEP_BYTES, mask=ok_T1, other=0).to(gl.float32) * forth_T1
         # Cut off, not rounded, so that nothing comes back from e4m3, for which ptxas 12.8 reads a wrong register.
         high_TK = (x_TK.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
         both = gl.permute(gl.join(high_TK, (x_TK - high_TK) * 16.0), (0, 2, 1)).to(gl.float8e4nv)
-        x_s[c].slice(2 * G * HALVED, 2 * HALVED, 0).store(gl.reshape(both, (2 * HALVED, STEP_BYTES)))
+        to_s = x_s[c % STEPS].slice(c // STEPS * 2 * BT + 2 * G * HALVED, 2 * HALVED, 0)
+        to_s.store(gl.reshape(both, (2 * HALVED, STEP_BYTES)))
 
 
 @gluon.jit
-def inputs(x_s, back_s, rows_s, x, back, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr):
-    """The first `count` of BT tokens, whose rows of x are in rows_s, as rows that may be multiplied, by groups; and
-    what their products are to be multiplied by. Others' products mean nothing. READY: x are rows of e4m3 and `back`
-    their factors, see `halve`."""
+def inputs(
+    x_s, back_s, rows_s, x, back, k0, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
+    SPLIT: gl.constexpr, READY: gl.constexpr,
+):  # fmt: skip
+    """SPAN columns from k0 on of the first `count` of BT tokens, whose rows of x are in rows_s, as rows that may be
+    multiplied, by groups; and what their products are to be multiplied by. Others' products mean nothing. READY: x are
+    rows of e4m3 and `back` their factors, see `halve`."""
     GROUP: gl.constexpr = HALVED if W[KIND] == FP8 else WHOLE
+    gl.static_assert((W[COLUMNS] == SPAN and SPLIT == 1) or (W[KIND] == FP8 and not READY), "parts of rows")
     for g in gl.static_range(max(1, BT // GROUP)):
         if g * GROUP < count:
             if READY:
                 _ready(x_s, back_s, rows_s, x, back, count, g, W)
             elif W[KIND] == FP8:
-                _halved(x_s, back_s, rows_s, x, count, g, W)
+                _halved(x_s, back_s, rows_s, x, k0, count, g, W, BT, SPAN, SPLIT)
             else:
                 _whole(x_s, rows_s, x, count, g, W)
 
 
 @gluon.jit
-def _fine(fine, row_M, c, W: gl.constexpr):
-    scale = gl.load(fine + row_M // W[FINE_O] * W[FINE_COLUMNS] + c * step_of(W) // W[FINE]).to(gl.float32)
+def _fine(fine, row_M, k_M, W: gl.constexpr):
+    scale = gl.load(fine + (row_M // W[FINE_O] * W[FINE_COLUMNS] + k_M // W[FINE])).to(gl.float32)
     if W[INVERSE] % 2 == 1:
         scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
     return scale
@@ -243,19 +258,19 @@ def _fine(fine, row_M, c, W: gl.constexpr):
 
 @gluon.jit
 def products(
-    a_s, x_s, back_s, value, fine, at_M1, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
-    BT: gl.constexpr, SLOTS: gl.constexpr,
+    a_s, x_s, back_s, value, fine, at_M1, o0, k0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
+    BT: gl.constexpr, SLOTS: gl.constexpr, SPAN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """weight[tile] @ x.T -> [M, T] fp32, without coarse scales, in a layout of its own."""
-    SUMS: gl.constexpr = sums_layout(W, BT)
-    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
-    N: gl.constexpr = input_rows(W, BT)
-    row_M = tile_row(gl.arange(0, BM, layout=gl.SliceLayout(1, SUMS)), o0, SECOND, W[ROWS])
+    """weight[tile] @ x.T over SPAN columns -> [M / SPLIT, T] fp32, without coarse scales, in a layout of its own."""
+    N: gl.constexpr = input_rows(W, BT) * SPLIT
+    SUMS: gl.constexpr = sums_layout(W, N)
+    STEPS: gl.constexpr = SPAN // SPLIT // step_of(W)
+    row_M, half_M = tile_rows(gl.arange(0, BM, layout=gl.SliceLayout(1, SUMS)), o0, SECOND, SPLIT)
     acc = gl.zeros((BM, N), gl.float32, layout=SUMS)
     zeros = acc
     scales = ()
     for c in gl.static_range(STEPS if W[FINE] else 0):
-        scales = scales + (_fine(fine, row_M, c, W),)  # noqa: RUF005
+        scales = scales + (_fine(fine, row_M, k0 + half_M * (SPAN // 2) + c * step_of(W), W),)  # noqa: RUF005
     for c in gl.static_range(STEPS):
         async_copy.wait_group(_under_way(c, SLOTS, STEPS))  # of all threads
         fence_async_shared()
@@ -274,7 +289,13 @@ def products(
         else:
             acc += part
     if W[KIND] == FP8:
-        high, low = gl.split(gl.reshape(acc, (BM, BT, 2)))
+        if SPLIT == 2:  # of each half's rows, the columns of its inputs
+            parts = gl.reshape(acc, (BM // 16, 2, 8, 2, 2 * BT))
+            first, second = gl.split(gl.permute(parts, (0, 2, 3, 4, 1)))
+            first, _ = gl.split(gl.permute(first, (0, 1, 3, 2)))
+            _, second = gl.split(gl.permute(second, (0, 1, 3, 2)))
+            acc = gl.reshape(first + second, (BM // 2, 2 * BT))
+        high, low = gl.split(gl.reshape(acc, (BM // SPLIT, BT, 2)))
         y_MT = high + low * 0.0625
         y_MT *= gl.expand_dims(back_s.load(gl.SliceLayout(0, y_MT.type.layout)), 0)
     else:
@@ -296,10 +317,15 @@ def fits(of: Operand, x_dtype: torch.dtype, BM: int = 64) -> bool:
     return kind == FP8.value and columns % STEP_BYTES.value == 0 and coarser and not of.layout[FINE_CODE.value]
 
 
+def held_steps(steps: int, slots: int) -> int:
+    """How many of so many steps are held at a time; one alone would have to be read and filled at once."""
+    return min(max(2, slots), steps)
+
+
 def shared_bytes(W: Layout, BM: int, BT: int, slots: int) -> int:
     """Shared memory of a program that holds `slots` steps of BM rows and an input of BT tokens."""
     steps = W[COLUMNS.value] // step_of(W)
-    return STEP_BYTES.value * (BM * min(slots, steps) + input_rows(W, BT) * steps) + 12 * BT + 1024
+    return STEP_BYTES.value * (BM * held_steps(steps, slots) + input_rows(W, BT) * steps) + 12 * BT + 1024
 
 
 def words(of: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -95,7 +95,9 @@ def rank_tiles_kernel(
 
 
 @gluon.jit
-def token_pairs(ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr):
+def token_pairs(
+    ids, pair, expert, tokens, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, WARPS: gl.constexpr
+):
     """Each token's pair with an expert (-1: none), and whether `pair` is the first of them."""
     LAID: gl.constexpr = gl.BlockedLayout([1, KP], [32, 1], [WARPS, 1], [1, 0])
     t_T = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, LAID)), 1)
@@ -388,7 +390,16 @@ def compile_cases() -> Iterator[CompileCase]:
     """
     types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
     for few, step in ((True, 128), (False, RANKED_STEP)):
-        constexprs = {"TOP_K": 8, "BT": 8, "BM": RANKED_ROWS, "BN": step, "FEW": few, "HALVED": 0, "BLOCK": 1, "PDL": False}
+        constexprs = {
+            "TOP_K": 8,
+            "BT": 8,
+            "BM": RANKED_ROWS,
+            "BN": step,
+            "FEW": few,
+            "HALVED": 0,
+            "BLOCK": 1,
+            "PDL": False,
+        }
         yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 1, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
     ruled = [(up, down, tokens, "", 0) for up, down in banks(False) if up.of.layout[2] != 128 for tokens in (4, 512)]

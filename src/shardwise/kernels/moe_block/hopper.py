@@ -29,6 +29,7 @@ from shardwise.kernels.linear.warpgroups import (
     Halved,
     ask_first,
     fits,
+    held_steps,
     input_rows,
     inputs,
     places,
@@ -40,7 +41,6 @@ from shardwise.kernels.linear.warpgroups import (
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.fragments import rank_tiles, token_pairs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
-
 
 MATCHED_TOKENS = 16  # up to so many, a tile may have a column for every token, and pairs need no sort
 SHARED_KIB = 227
@@ -121,8 +121,8 @@ def _gated(
 ):  # fmt: skip
     """act = silu(gate) * up, BM / 2 columns of one expert."""
     I: gl.constexpr = W[ROWS] // 2  # noqa: E741
-    inputs(x_s, back_s, rows_s, x, back, count, W, BT, READY)
-    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, i0, I, W, BM, BT, SLOTS)
+    inputs(x_s, back_s, rows_s, x, back, 0, count, W, BT, W[COLUMNS], 1, READY)
+    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, i0, 0, I, W, BM, BT, SLOTS, W[COLUMNS], 1)
     both = gl.permute(gl.reshape(y_MT, (BM // 16, 2, 8, BT)), (0, 2, 3, 1))
     gate, up = gl.split(gl.reshape(both, (BM // 2, BT, 2)))
     LAYOUT: gl.constexpr = gate.type.layout
@@ -158,7 +158,7 @@ def hopper_gate_up_kernel(
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
         i0 = program % SHARED * (BM // 2)
-        at_M1 = ask_first(a_s, shared_value, i0, WS[ROWS] // 2, WS, BM, SLOTS)
+        at_M1 = ask_first(a_s, shared_value, i0, 0, WS[ROWS] // 2, 1, WS, WS[COLUMNS], BM, SLOTS)
         count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, 0, BT)
         after_previous(PDL)
         let_next_come(PDL)
@@ -173,7 +173,7 @@ def hopper_gate_up_kernel(
         if expert >= 0:
             i0 = (program - shared) % PARTS * (BM // 2)
             value, fine = _bank(value, fine, expert, W)
-            at_M1 = ask_first(a_s, value, i0, W[ROWS] // 2, W, BM, SLOTS)
+            at_M1 = ask_first(a_s, value, i0, 0, W[ROWS] // 2, 1, W, W[COLUMNS], BM, SLOTS)
             _gated(a_s, x_s, back_s, rows_s, to_s, x, back, act, value, fine, coarse, expert, at_M1, i0, count, W, BM,
                    BT, SLOTS, READY)  # fmt: skip
 
@@ -184,8 +184,8 @@ def _down(
     BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y = down(act), BM columns of one expert."""
-    inputs(x_s, back_s, rows_s, act, act, count, W, BT, False)
-    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, o0, 0, W, BM, BT, SLOTS)
+    inputs(x_s, back_s, rows_s, act, act, 0, count, W, BT, W[COLUMNS], 1, False)
+    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, o0, 0, 0, W, BM, BT, SLOTS, W[COLUMNS], 1)
     LAYOUT: gl.constexpr = y_MT.type.layout
     o_M, to_T = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT)), to_s.load(gl.SliceLayout(0, LAYOUT))
     y_MT *= gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
@@ -211,7 +211,7 @@ def hopper_down_kernel(
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
         o0 = program % SHARED * BM
-        at_M1 = ask_first(a_s, shared_value, o0, 0, WS, BM, SLOTS)
+        at_M1 = ask_first(a_s, shared_value, o0, 0, 0, 1, WS, WS[COLUMNS], BM, SLOTS)
         count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, tokens * TOP_K, BT)
         after_previous(PDL)
         _down(a_s, x_s, back_s, rows_s, to_s, shared_act, y, shared_value, shared_fine, shared_coarse, program * 0,
@@ -223,7 +223,7 @@ def hopper_down_kernel(
         if expert >= 0:
             o0 = (program - shared) % PARTS * BM
             value, fine = _bank(value, fine, expert, W)
-            at_M1 = ask_first(a_s, value, o0, 0, W, BM, SLOTS)
+            at_M1 = ask_first(a_s, value, o0, 0, 0, 1, W, W[COLUMNS], BM, SLOTS)
             after_previous(PDL)
             _down(a_s, x_s, back_s, rows_s, to_s, act, y, value, fine, coarse, expert, at_M1, o0, count, W, BM, BT,
                   SLOTS)  # fmt: skip
@@ -320,7 +320,7 @@ def _constants(of: Operand, shared: Operand, chosen: Chosen, BT: int, BM: int, s
     top_k = chosen.ids_Tk.shape[1]
     return {
         "MATCHED": chosen.matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout,
-        "WS": shared.layout, "BM": BM, "SLOTS": min(slots, of.layout[3] // step_of(of.layout)),
+        "WS": shared.layout, "BM": BM, "SLOTS": held_steps(of.layout[3] // step_of(of.layout), slots),
     }  # fmt: skip
 
 
