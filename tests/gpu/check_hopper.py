@@ -1,4 +1,4 @@
-"""Kernels by Hopper's warp group instructions (kernels/linear/warpgroups.py), on such a GPU, against the fp32 reference.
+"""Kernels by Hopper's warp group instructions (kernels/linear/warpgroups.py), on such a GPU, against the reference.
 
     python -m tests.gpu.check_hopper
 

@@ -162,90 +162,114 @@ def ask_first(
     return at_M1
 
 
-@gluon.jit
-def _whole(x_s, rows_s, x, count, G: gl.constexpr, W: gl.constexpr):
-    """A group of tokens as it is; 0 where there is none."""
-    K: gl.constexpr = W[COLUMNS]
-    PART: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    row_T = rows_s.slice(G * WHOLE, WHOLE).load(gl.SliceLayout(1, PART))
-    ok_T1 = gl.expand_dims(G * WHOLE + gl.arange(0, WHOLE, layout=gl.SliceLayout(1, PART)) < count, 1)
-    k_K = gl.arange(0, step_of(W), layout=gl.SliceLayout(0, PART))
-    at_TK = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0)
-    for c in gl.static_range(K // step_of(W)):
-        x_TK = gl.load(x + at_TK + c * step_of(W), mask=ok_T1, other=0)
-        x_s[c].slice(G * WHOLE, WHOLE, 0).store(x_TK)
+@constexpr_function
+def _input_layout(W, READY):
+    """Of a step of a group: of tokens, of their two rows if READY, and of columns."""
+    if READY:
+        return gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS.value, 1, 1], [2, 1, 0])
+    threads = [1, 32] if W[KIND.value] == FP8.value else [2, 16]  # FP8: a token a warp
+    return gl.BlockedLayout([1, 4], threads, [WARPS.value, 1], [1, 0])
+
+
+@constexpr_function
+def _token_layout(W, READY):
+    layout = _input_layout(W, READY)
+    return gl.SliceLayout(1, gl.SliceLayout(2, layout) if READY else layout)
+
+
+@constexpr_function
+def _groups(W, BT):
+    """Tokens of a group, and groups."""
+    tokens = HALVED.value if W[KIND.value] == FP8.value else WHOLE.value
+    return tokens, max(1, BT // tokens)
 
 
 @gluon.jit
-def _ready(x_s, back_s, rows_s, x, back, count, G: gl.constexpr, W: gl.constexpr):
-    """A group of tokens that are rows of e4m3 already, two each, and their factors `back`."""
+def load_inputs(
+    rows_s, first, x, back, k0, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr, READY: gl.constexpr
+):
+    """SPAN columns from k0 on of `count` of BT tokens, whose rows of x are in rows_s (-1: none; None: those from `first` on),
+    for store_inputs. READY: x are rows of e4m3 and `back` their factors, see `halve`.
+
+    Before weights are asked for, if it can be: it is not to wait behind them.
+    """
     K: gl.constexpr = W[COLUMNS]
-    PART: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PART))
-    row_T = rows_s.slice(G * HALVED, HALVED).load(ROW)
-    ok_T = G * HALVED + gl.arange(0, HALVED, layout=ROW) < count
-    back_s.slice(G * HALVED, HALVED).store(gl.load(back + row_T, mask=ok_T, other=0))
-    n_2 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, PART)))
-    k_K = gl.arange(0, STEP_BYTES, layout=gl.SliceLayout(0, gl.SliceLayout(0, PART)))
-    at_T2K = gl.expand_dims(gl.expand_dims(row_T * (2 * K), 1), 2) + gl.expand_dims(gl.expand_dims(n_2 * K, 0), 2)
-    at_T2K += gl.expand_dims(gl.expand_dims(k_K, 0), 0)
-    ok_T11 = gl.expand_dims(gl.expand_dims(ok_T, 1), 2)
-    for c in gl.static_range(K // STEP_BYTES):
-        x_T2K = gl.load(x + at_T2K + c * STEP_BYTES, mask=ok_T11)
-        x_s[c].slice(2 * G * HALVED, 2 * HALVED, 0).store(gl.reshape(x_T2K, (2 * HALVED, STEP_BYTES)))
+    GROUP: gl.constexpr = _groups(W, BT)[0]
+    LAYOUT: gl.constexpr = _input_layout(W, READY)
+    TOKEN: gl.constexpr = _token_layout(W, READY)
+    GROUPS: gl.constexpr = _groups(W, BT)[1]
+    STEPS: gl.constexpr = SPAN // step_of(W)
+    found = ()
+    for g in gl.static_range(GROUPS):
+        t_T = g * GROUP + gl.arange(0, GROUP, layout=TOKEN)
+        row_T = first + t_T if rows_s is None else rows_s.slice(g * GROUP, GROUP).load(TOKEN)
+        ok_T = (t_T < count) & (row_T >= 0)
+        if READY:
+            n_2 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+            k_K = gl.arange(0, step_of(W), layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+            at = gl.expand_dims(gl.expand_dims(row_T * (2 * K), 1), 2) + gl.expand_dims(gl.expand_dims(n_2 * K, 0), 2)
+            at, ok = at + gl.expand_dims(gl.expand_dims(k_K, 0), 0), gl.expand_dims(gl.expand_dims(ok_T, 1), 2)
+            found = found + (gl.load(back + row_T, mask=ok_T, other=0),)  # noqa: RUF005
+        else:
+            k_K = k0 + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, LAYOUT))
+            at, ok = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0), gl.expand_dims(ok_T, 1)
+        for c in gl.static_range(STEPS):
+            if READY:
+                part = gl.load(x + at + c * step_of(W), mask=ok)
+            else:
+                part = gl.load(x + at + c * step_of(W), mask=ok, other=0)
+            found = found + (part,)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
-def _halved(
-    x_s, back_s, rows_s, x, k0, count, G: gl.constexpr, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
-    """A group of tokens as rows of e4m3, two each, and what their products are to be multiplied by."""
-    K: gl.constexpr = W[COLUMNS]
-    STEPS: gl.constexpr = SPAN // SPLIT // STEP_BYTES
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])  # a token a warp
-    PART: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    row_T = rows_s.slice(G * HALVED, HALVED).load(gl.SliceLayout(1, WIDE))
-    ok_T1 = gl.expand_dims(G * HALVED + gl.arange(0, HALVED, layout=gl.SliceLayout(1, WIDE)) < count, 1)
-    k_K = k0 + gl.arange(0, SPAN, layout=gl.SliceLayout(0, WIDE))
-    at_TK = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0)
-    x_TK = gl.load(x + at_TK, mask=ok_T1, other=0).to(gl.float32)
-    power_T = gl.maximum(gl.max(gl.abs(x_TK), 1).to(gl.int32, bitcast=True) >> 23, 8)
+def _factors(parts, FROM: gl.constexpr, STEPS: gl.constexpr):
+    """Of a group: what its products are to be multiplied by, and it itself before."""
+    top = gl.abs(parts[FROM].to(gl.float32))
+    for c in gl.static_range(STEPS - 1):
+        top = gl.maximum(top, gl.abs(parts[FROM + 1 + c].to(gl.float32)))
+    power_T = gl.maximum(gl.max(top, 1).to(gl.int32, bitcast=True) >> 23, 8)
     back_T = ((power_T - 7) << 23).to(gl.float32, bitcast=True)
-    back_s.slice(G * HALVED, HALVED).store(gl.where(power_T == 255, float("nan"), back_T))
-    power_T = gl.convert_layout(power_T, gl.SliceLayout(1, PART))
-    forth_T1 = gl.expand_dims(((261 - power_T) << 23).to(gl.float32, bitcast=True), 1)
-    row_T = rows_s.slice(G * HALVED, HALVED).load(gl.SliceLayout(1, PART))
-    ok_T1 = gl.expand_dims(G * HALVED + gl.arange(0, HALVED, layout=gl.SliceLayout(1, PART)) < count, 1)
-    k_K = k0 + gl.arange(0, STEP_BYTES, layout=gl.SliceLayout(0, PART))
-    at_TK = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0)
-    for c in gl.static_range(SPAN // STEP_BYTES):
-        x_TK = gl.load(x + at_TK + c * STEP_BYTES, mask=ok_T1, other=0).to(gl.float32) * forth_T1
-        # Cut off, not rounded, so that nothing comes back from e4m3, for which ptxas 12.8 reads a wrong register.
-        high_TK = (x_TK.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
-        both = gl.permute(gl.join(high_TK, (x_TK - high_TK) * 16.0), (0, 2, 1)).to(gl.float8e4nv)
-        to_s = x_s[c % STEPS].slice(c // STEPS * 2 * BT + 2 * G * HALVED, 2 * HALVED, 0)
-        to_s.store(gl.reshape(both, (2 * HALVED, STEP_BYTES)))
+    forth_T = ((261 - power_T) << 23).to(gl.float32, bitcast=True)
+    return gl.where(power_T == 255, float("nan"), back_T), forth_T
 
 
 @gluon.jit
-def inputs(
-    x_s, back_s, rows_s, x, back, k0, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
-    SPLIT: gl.constexpr, READY: gl.constexpr,
+def _halved(x_TK, forth_T):
+    """A step of a group as rows of e4m3, two each."""
+    x_TK = x_TK.to(gl.float32) * gl.expand_dims(forth_T, 1)
+    # Cut off, not rounded, so that nothing comes back from e4m3, for which ptxas 12.8 reads a wrong register.
+    high_TK = (x_TK.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
+    both = gl.permute(gl.join(high_TK, (x_TK - high_TK) * 16.0), (0, 2, 1)).to(gl.float8e4nv)
+    return gl.reshape(both, (WHOLE, STEP_BYTES))
+
+
+@gluon.jit
+def store_inputs(
+    x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr, SPLIT: gl.constexpr,
+    READY: gl.constexpr,
 ):  # fmt: skip
-    """SPAN columns from k0 on of the first `count` of BT tokens, whose rows of x are in rows_s, as rows that may be
-    multiplied, by groups; and what their products are to be multiplied by. Others' products mean nothing. READY: x are
-    rows of e4m3 and `back` their factors, see `halve`."""
-    GROUP: gl.constexpr = HALVED if W[KIND] == FP8 else WHOLE
-    gl.static_assert((W[COLUMNS] == SPAN and SPLIT == 1) or (W[KIND] == FP8 and not READY), "parts of rows")
-    for g in gl.static_range(max(1, BT // GROUP)):
+    """What load_inputs found as rows that may be multiplied, and what their products are to be multiplied by; products
+    of tokens that are not there mean nothing."""
+    GROUP: gl.constexpr = _groups(W, BT)[0]
+    STEPS: gl.constexpr = SPAN // step_of(W)
+    OF: gl.constexpr = STEPS + (1 if READY else 0)
+    GROUPS: gl.constexpr = _groups(W, BT)[1]
+    for g in gl.static_range(GROUPS):
         if g * GROUP < count:
             if READY:
-                _ready(x_s, back_s, rows_s, x, back, count, g, W)
+                back_s.slice(g * GROUP, GROUP).store(parts[g * OF])
             elif W[KIND] == FP8:
-                _halved(x_s, back_s, rows_s, x, k0, count, g, W, BT, SPAN, SPLIT)
-            else:
-                _whole(x_s, rows_s, x, count, g, W)
+                back_T, forth_T = _factors(parts, g * OF, STEPS)
+                back_s.slice(g * GROUP, GROUP).store(back_T)
+            for half in gl.static_range(SPLIT):
+                for c in gl.static_range(STEPS // SPLIT):
+                    part = parts[g * OF + OF - STEPS + half * (STEPS // SPLIT) + c]
+                    if READY:
+                        part = gl.reshape(part, (WHOLE, step_of(W)))
+                    elif W[KIND] == FP8:
+                        part = _halved(part, forth_T)
+                    x_s[c].slice(half * 2 * BT + g * WHOLE, WHOLE, 0).store(part)
 
 
 @gluon.jit
@@ -257,20 +281,32 @@ def _fine(fine, row_M, k_M, W: gl.constexpr):
 
 
 @gluon.jit
+def load_scales(
+    fine, o0, k0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Fine scales of a tile, a step each, for `products`; before its weights are asked for, behind which they would
+    wait."""
+    STEPS: gl.constexpr = SPAN // SPLIT // step_of(W)
+    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, sums_layout(W, input_rows(W, BT) * SPLIT)))
+    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
+    scales = ()
+    for c in gl.static_range(STEPS if W[FINE] else 0):
+        scales = scales + (_fine(fine, row_M, k0 + half_M * (SPAN // 2) + c * step_of(W), W),)  # noqa: RUF005
+    return scales
+
+
+@gluon.jit
 def products(
-    a_s, x_s, back_s, value, fine, at_M1, o0, k0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr,
-    BT: gl.constexpr, SLOTS: gl.constexpr, SPAN: gl.constexpr, SPLIT: gl.constexpr,
+    a_s, x_s, back_s, value, scales, at_M1, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
+    SPAN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """weight[tile] @ x.T over SPAN columns -> [M / SPLIT, T] fp32, without coarse scales, in a layout of its own."""
     N: gl.constexpr = input_rows(W, BT) * SPLIT
     SUMS: gl.constexpr = sums_layout(W, N)
     STEPS: gl.constexpr = SPAN // SPLIT // step_of(W)
-    row_M, half_M = tile_rows(gl.arange(0, BM, layout=gl.SliceLayout(1, SUMS)), o0, SECOND, SPLIT)
     acc = gl.zeros((BM, N), gl.float32, layout=SUMS)
     zeros = acc
-    scales = ()
-    for c in gl.static_range(STEPS if W[FINE] else 0):
-        scales = scales + (_fine(fine, row_M, k0 + half_M * (SPAN // 2) + c * step_of(W), W),)  # noqa: RUF005
     for c in gl.static_range(STEPS):
         async_copy.wait_group(_under_way(c, SLOTS, STEPS))  # of all threads
         fence_async_shared()

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.gluon import all_wait
 from shardwise.kernels.linear.fragments import fits as fragment_fits
 from shardwise.kernels.linear.fragments import fragment_coarse, steps_of
 from shardwise.kernels.linear.fragments import words as fragment_words
@@ -33,9 +32,11 @@ from shardwise.kernels.linear.warpgroups import (
     fits,
     held_steps,
     input_rows,
-    inputs,
+    load_inputs,
+    load_scales,
     places,
     products,
+    store_inputs,
     words,
 )
 from shardwise.kernels.linears.fragments import carried_inputs, convolved, fragment_part
@@ -64,14 +65,13 @@ def _part(
     SPAN: gl.constexpr = W[COLUMNS] // PARTS
     a_s, x_s = places(SLOTS, TILE, W), places(SPAN // 2 // 128, 2 * input_rows(W, BT), W)
     back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
-    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     o0, k0 = tile * HALF, part * SPAN
+    scales = load_scales(fine, o0, k0, 0, W, TILE, BT, SPAN, 2)
     at_M1 = ask_first(a_s, value, o0, k0, 0, 2, W, SPAN, TILE, SLOTS)
-    rows_s.store(gl.minimum(gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0])), tokens - 1))
-    all_wait()
     after_previous(PDL)
-    inputs(x_s, back_s, rows_s, x, x, k0, tokens, W, BT, SPAN, 2, False)
-    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, o0, k0, 0, W, TILE, BT, SLOTS, SPAN, 2)
+    parts = load_inputs(None, 0, x, x, k0, tokens, W, BT, SPAN, False)
+    store_inputs(x_s, back_s, parts, tokens, W, BT, SPAN, 2, False)
+    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, TILE, BT, SLOTS, SPAN, 2)
     LAYOUT: gl.constexpr = y_MT.type.layout
     o_M, t_T = (
         o0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT)),

@@ -31,11 +31,13 @@ from shardwise.kernels.linear.warpgroups import (
     fits,
     held_steps,
     input_rows,
-    inputs,
+    load_inputs,
+    load_scales,
     places,
     products,
     shared_bytes,
     step_of,
+    store_inputs,
     words,
 )
 from shardwise.kernels.moe_block.combine import Outputs
@@ -74,16 +76,15 @@ def _tile_rows(
     KP: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """A tile's expert (-1: nothing to do), and how many tokens it has; where each one's input lies, and where its
-    output goes (-1: nowhere), to shared memory. With MATCHED it has a column for every token."""
+    output goes (-1: nowhere), to shared memory. With MATCHED it has a column for every token, the inputs of UP lie so,
+    too."""
     if MATCHED:
         expert = gl.load(ids + place, cache_modifier=".cg")
         pair_T, mine = token_pairs(ids, place, expert, tokens, TOP_K, KP, BT, WARPS)
         expert = gl.where(mine, expert, -1)
         count = tokens
-        if UP:
-            rows_s.store(gl.arange(0, BT, layout=pair_T.type.layout))
-        else:
-            rows_s.store(gl.maximum(pair_T, 0))
+        if not UP:
+            rows_s.store(pair_T)
         to_s.store(pair_T)
     else:
         # By way of .cg, here and above: `down` reads them before it waits, see down_kernel in stream.py.
@@ -105,10 +106,9 @@ def _tile_rows(
 
 
 @gluon.jit
-def _shared_rows(rows_s, to_s, first, tokens, beyond, BT: gl.constexpr):
-    """The same of the shared expert's tokens."""
+def _shared_rows(to_s, first, tokens, beyond, BT: gl.constexpr):
+    """How many of the tokens from `first` on the shared expert has in a tile; where outputs go, to shared memory."""
     t_T = first + gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    rows_s.store(gl.minimum(t_T, tokens - 1))
     to_s.store(gl.where(t_T < tokens, t_T + beyond, -1))
     all_wait()
     return gl.minimum(BT, tokens - first)
@@ -116,13 +116,13 @@ def _shared_rows(rows_s, to_s, first, tokens, beyond, BT: gl.constexpr):
 
 @gluon.jit
 def _gated(
-    a_s, x_s, back_s, rows_s, to_s, x, back, act, value, fine, coarse, expert, at_M1, i0, count, W: gl.constexpr,
+    a_s, x_s, back_s, to_s, parts, count, act, value, scales, coarse, expert, at_M1, i0, W: gl.constexpr,
     BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     """act = silu(gate) * up, BM / 2 columns of one expert."""
     I: gl.constexpr = W[ROWS] // 2  # noqa: E741
-    inputs(x_s, back_s, rows_s, x, back, 0, count, W, BT, W[COLUMNS], 1, READY)
-    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, i0, 0, I, W, BM, BT, SLOTS, W[COLUMNS], 1)
+    store_inputs(x_s, back_s, parts, count, W, BT, W[COLUMNS], 1, READY)
+    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS, W[COLUMNS], 1)
     both = gl.permute(gl.reshape(y_MT, (BM // 16, 2, 8, BT)), (0, 2, 3, 1))
     gate, up = gl.split(gl.reshape(both, (BM // 2, BT, 2)))
     LAYOUT: gl.constexpr = gate.type.layout
@@ -157,35 +157,42 @@ def hopper_gate_up_kernel(
     rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
-        i0 = program % SHARED * (BM // 2)
+        i0, first = program % SHARED * (BM // 2), program // SHARED * BT
+        scales = load_scales(shared_fine, i0, 0, WS[ROWS] // 2, WS, BM, BT, WS[COLUMNS], 1)
         at_M1 = ask_first(a_s, shared_value, i0, 0, WS[ROWS] // 2, 1, WS, WS[COLUMNS], BM, SLOTS)
-        count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, 0, BT)
+        count = _shared_rows(to_s, first, tokens, 0, BT)
         after_previous(PDL)
         let_next_come(PDL)
-        _gated(a_s, x_s, back_s, rows_s, to_s, x, back, shared_act, shared_value, shared_fine, shared_coarse, program * 0,
-               at_M1, i0, count, WS, BM, BT, SLOTS, READY)  # fmt: skip
+        parts = load_inputs(None, first, x, back, 0, count, WS, BT, WS[COLUMNS], READY)
+        _gated(a_s, x_s, back_s, to_s, parts, count, shared_act, shared_value, scales, shared_coarse, program * 0,
+               at_M1, i0, WS, BM, BT, SLOTS, READY)  # fmt: skip
     else:
         after_previous(PDL)
         let_next_come(PDL)
+        if MATCHED:
+            parts = load_inputs(None, 0, x, back, 0, tokens, W, BT, W[COLUMNS], READY)
         expert, count = _tile_rows(
             rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, True, MATCHED, TOP_K, KP, BT
         )
         if expert >= 0:
+            if not MATCHED:
+                parts = load_inputs(rows_s, 0, x, back, 0, count, W, BT, W[COLUMNS], READY)
             i0 = (program - shared) % PARTS * (BM // 2)
             value, fine = _bank(value, fine, expert, W)
+            scales = load_scales(fine, i0, 0, W[ROWS] // 2, W, BM, BT, W[COLUMNS], 1)
             at_M1 = ask_first(a_s, value, i0, 0, W[ROWS] // 2, 1, W, W[COLUMNS], BM, SLOTS)
-            _gated(a_s, x_s, back_s, rows_s, to_s, x, back, act, value, fine, coarse, expert, at_M1, i0, count, W, BM,
-                   BT, SLOTS, READY)  # fmt: skip
+            _gated(a_s, x_s, back_s, to_s, parts, count, act, value, scales, coarse, expert, at_M1, i0, W, BM, BT,
+                   SLOTS, READY)  # fmt: skip
 
 
 @gluon.jit
 def _down(
-    a_s, x_s, back_s, rows_s, to_s, act, y, value, fine, coarse, expert, at_M1, o0, count, W: gl.constexpr,
+    a_s, x_s, back_s, to_s, parts, count, y, value, scales, coarse, expert, at_M1, o0, W: gl.constexpr,
     BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y = down(act), BM columns of one expert."""
-    inputs(x_s, back_s, rows_s, act, act, 0, count, W, BT, W[COLUMNS], 1, False)
-    y_MT = products(a_s, x_s, back_s, value, fine, at_M1, o0, 0, 0, W, BM, BT, SLOTS, W[COLUMNS], 1)
+    store_inputs(x_s, back_s, parts, count, W, BT, W[COLUMNS], 1, False)
+    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS, W[COLUMNS], 1)
     LAYOUT: gl.constexpr = y_MT.type.layout
     o_M, to_T = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT)), to_s.load(gl.SliceLayout(0, LAYOUT))
     y_MT *= gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
@@ -211,11 +218,14 @@ def hopper_down_kernel(
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
         o0 = program % SHARED * BM
+        scales = load_scales(shared_fine, o0, 0, 0, WS, BM, BT, WS[COLUMNS], 1)
         at_M1 = ask_first(a_s, shared_value, o0, 0, 0, 1, WS, WS[COLUMNS], BM, SLOTS)
-        count = _shared_rows(rows_s, to_s, program // SHARED * BT, tokens, tokens * TOP_K, BT)
+        first = program // SHARED * BT
+        count = _shared_rows(to_s, first, tokens, tokens * TOP_K, BT)
         after_previous(PDL)
-        _down(a_s, x_s, back_s, rows_s, to_s, shared_act, y, shared_value, shared_fine, shared_coarse, program * 0,
-              at_M1, o0, count, WS, BM, BT, SLOTS)  # fmt: skip
+        parts = load_inputs(None, first, shared_act, shared_act, 0, count, WS, BT, WS[COLUMNS], False)
+        _down(a_s, x_s, back_s, to_s, parts, count, y, shared_value, scales, shared_coarse, program * 0, at_M1, o0,
+              WS, BM, BT, SLOTS)  # fmt: skip
     else:
         expert, count = _tile_rows(
             rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, False, MATCHED, TOP_K, KP, BT
@@ -223,10 +233,11 @@ def hopper_down_kernel(
         if expert >= 0:
             o0 = (program - shared) % PARTS * BM
             value, fine = _bank(value, fine, expert, W)
+            scales = load_scales(fine, o0, 0, 0, W, BM, BT, W[COLUMNS], 1)
             at_M1 = ask_first(a_s, value, o0, 0, 0, 1, W, W[COLUMNS], BM, SLOTS)
             after_previous(PDL)
-            _down(a_s, x_s, back_s, rows_s, to_s, act, y, value, fine, coarse, expert, at_M1, o0, count, W, BM, BT,
-                  SLOTS)  # fmt: skip
+            parts = load_inputs(rows_s, 0, act, act, 0, count, W, BT, W[COLUMNS], False)
+            _down(a_s, x_s, back_s, to_s, parts, count, y, value, scales, coarse, expert, at_M1, o0, W, BM, BT, SLOTS)
         else:
             after_previous(PDL)
 
