@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardwise.kernels.linear import arrange, fragments
-from shardwise.kernels.moe_block.fragments import MATCHED_TOKENS, rank_tiles, tokens_tile
+from shardwise.kernels.moe_block.fragments import MATCHED_TOKENS, tokens_tile
+from shardwise.kernels.moe_block.rank import rank_tiles
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 MASK = (1 << 32) - 1

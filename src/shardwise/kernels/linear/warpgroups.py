@@ -93,8 +93,8 @@ def _copy_layout(W):
 
 
 @constexpr_function
-def sums_layout(W, N):
-    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, N, 256 // _bits(W)])
+def _sums_layout(W, BT):
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, input_rows(W, BT), 256 // _bits(W)])
 
 
 @constexpr_function
@@ -129,15 +129,12 @@ def places(COUNT: gl.constexpr, SIZE: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def tile_rows(r_M, o0, SECOND: gl.constexpr, SPLIT: gl.constexpr):
-    """Which row of the weight row r of a tile is, and which half of its columns it has. Gates and ups (SECOND: how far
-    apart they are), or halves of a row (SPLIT: 2), by turns of eight rows, so that a thread has both."""
-    row_M, half_M = o0 + r_M, r_M * 0
-    if SECOND or SPLIT == 2:
-        row_M, half_M = o0 + r_M // 16 * 8 + r_M % 8, r_M // 8 % 2
+def _tile_row(r_M, o0, SECOND: gl.constexpr):
+    """Which row of the weight row r of a tile is: gates and ups (SECOND: how far apart they are; 0: one weight) by
+    turns of eight, so that a thread has both."""
     if SECOND:
-        row_M, half_M = row_M + SECOND * half_M, r_M * 0
-    return row_M, half_M
+        r_M = r_M // 16 * 8 + r_M % 8 + SECOND * (r_M // 8 % 2)
+    return o0 + r_M
 
 
 @gluon.jit
@@ -149,32 +146,13 @@ def _ask(place, value, at_M1, c, W: gl.constexpr):
 
 
 @gluon.jit
-def ask_first(
-    a_s, value, o0, k0, SECOND: gl.constexpr, SPLIT: gl.constexpr, W: gl.constexpr, SPAN: gl.constexpr,
-    BM: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """As many steps of a tile, of SPAN columns from k0 on, as are held, on their way -> where its rows begin."""
+def ask_first(a_s, value, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr):
+    """As many steps of a tile as are held, on their way -> where its rows begin."""
     r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, _copy_layout(W)))
-    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
-    at_M1 = gl.expand_dims(row_M * W[COLUMNS] + k0 + half_M * (SPAN // 2), 1)
+    at_M1 = gl.expand_dims(_tile_row(r_M, o0, SECOND) * W[COLUMNS], 1)
     for c in gl.static_range(SLOTS):
         _ask(a_s[c], value, at_M1, c, W)
     return at_M1
-
-
-@constexpr_function
-def _input_layout(W, READY):
-    """Of a step of a group: of tokens, of their two rows if READY, and of columns."""
-    if READY:
-        return gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS.value, 1, 1], [2, 1, 0])
-    threads = [1, 32] if W[KIND.value] == FP8.value else [2, 16]  # FP8: a token a warp
-    return gl.BlockedLayout([1, 4], threads, [WARPS.value, 1], [1, 0])
-
-
-@constexpr_function
-def _token_layout(W, READY):
-    layout = _input_layout(W, READY)
-    return gl.SliceLayout(1, gl.SliceLayout(2, layout) if READY else layout)
 
 
 @constexpr_function
@@ -185,40 +163,61 @@ def _groups(W, BT):
 
 
 @gluon.jit
-def load_inputs(
-    rows_s, first, x, back, k0, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr, READY: gl.constexpr
-):
-    """SPAN columns from k0 on of `count` of BT tokens, whose rows of x are in rows_s (-1: none; None: those from `first` on),
-    for store_inputs. READY: x are rows of e4m3 and `back` their factors, see `halve`.
+def _token_rows(rows_s, first, count, G: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a group's tokens lie, and whether there is one."""
+    t_T = G * GROUP + gl.arange(0, GROUP, layout=LAYOUT)
+    row_T = first + t_T if rows_s is None else rows_s.slice(G * GROUP, GROUP).load(LAYOUT)
+    return row_T, (t_T < count) & (row_T >= 0)
+
+
+@gluon.jit
+def _copy_halves(x_s, rows_s, first, halves, back, count, W: gl.constexpr, BT: gl.constexpr):
+    """Rows of e4m3 on their way to shared memory, as one group of copies, and their factors."""
+    K: gl.constexpr = W[COLUMNS]
+    GROUPS: gl.constexpr = _groups(W, BT)[1]
+    STEPS: gl.constexpr = K // STEP_BYTES
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 2, 8], [WARPS, 1, 1], [2, 1, 0])
+    n_2 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    k_K = gl.arange(0, STEP_BYTES, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    within = gl.expand_dims(gl.expand_dims(n_2 * K, 0), 2) + gl.expand_dims(gl.expand_dims(k_K, 0), 0)
+    found = ()
+    for g in gl.static_range(GROUPS):
+        row_T, ok_T = _token_rows(rows_s, first, count, g, HALVED, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        found = found + (gl.load(back + row_T, mask=ok_T, other=0),)  # noqa: RUF005
+        at_T2K = gl.expand_dims(gl.expand_dims(row_T * (2 * K), 1), 2) + within
+        ok_T2K = gl.expand_dims(gl.expand_dims(ok_T, 1), 2) & (within >= 0)
+        at_NK = gl.multiple_of(gl.reshape(at_T2K, (WHOLE, STEP_BYTES)), (1, 16))
+        ok_NK = gl.max_constancy(gl.reshape(ok_T2K, (WHOLE, STEP_BYTES)), (1, 16))
+        at_NK = gl.max_contiguous(at_NK, (1, 16))
+        for c in gl.static_range(STEPS):
+            copy_to_shared(x_s[c].slice(g * WHOLE, WHOLE, 0), halves + (at_NK + c * STEP_BYTES), mask=ok_NK)
+    async_copy.commit_group()
+    return found
+
+
+@gluon.jit
+def load_inputs(x_s, rows_s, first, x, back, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr):
+    """`count` of BT tokens, whose rows of x are in rows_s (-1: none; None: those from `first` on), for store_inputs.
+    READY: x are rows of e4m3 and `back` their factors, see `halve`; they go to shared memory at once.
 
     Before weights are asked for, if it can be: it is not to wait behind them.
     """
-    K: gl.constexpr = W[COLUMNS]
     GROUP: gl.constexpr = _groups(W, BT)[0]
-    LAYOUT: gl.constexpr = _input_layout(W, READY)
-    TOKEN: gl.constexpr = _token_layout(W, READY)
     GROUPS: gl.constexpr = _groups(W, BT)[1]
-    STEPS: gl.constexpr = SPAN // step_of(W)
+    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
     found = ()
-    for g in gl.static_range(GROUPS):
-        t_T = g * GROUP + gl.arange(0, GROUP, layout=TOKEN)
-        row_T = first + t_T if rows_s is None else rows_s.slice(g * GROUP, GROUP).load(TOKEN)
-        ok_T = (t_T < count) & (row_T >= 0)
-        if READY:
-            n_2 = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-            k_K = gl.arange(0, step_of(W), layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-            at = gl.expand_dims(gl.expand_dims(row_T * (2 * K), 1), 2) + gl.expand_dims(gl.expand_dims(n_2 * K, 0), 2)
-            at, ok = at + gl.expand_dims(gl.expand_dims(k_K, 0), 0), gl.expand_dims(gl.expand_dims(ok_T, 1), 2)
-            found = found + (gl.load(back + row_T, mask=ok_T, other=0),)  # noqa: RUF005
-        else:
-            k_K = k0 + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, LAYOUT))
-            at, ok = gl.expand_dims(row_T * K, 1) + gl.expand_dims(k_K, 0), gl.expand_dims(ok_T, 1)
-        for c in gl.static_range(STEPS):
-            if READY:
-                part = gl.load(x + at + c * step_of(W), mask=ok)
-            else:
-                part = gl.load(x + at + c * step_of(W), mask=ok, other=0)
-            found = found + (part,)  # noqa: RUF005
+    if READY:
+        found = _copy_halves(x_s, rows_s, first, x, back, count, W, BT)
+    else:
+        THREADS: gl.constexpr = [1, 32] if W[KIND] == FP8 else [2, 16]  # FP8: a token a warp
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], THREADS, [WARPS, 1], [1, 0])
+        k_K = gl.arange(0, step_of(W), layout=gl.SliceLayout(0, LAYOUT))
+        for g in gl.static_range(GROUPS):
+            row_T, ok_T = _token_rows(rows_s, first, count, g, GROUP, gl.SliceLayout(1, LAYOUT))
+            at_TK = gl.expand_dims(row_T * W[COLUMNS], 1) + gl.expand_dims(k_K, 0)
+            for c in gl.static_range(STEPS):
+                part = gl.load(x + at_TK + c * step_of(W), mask=gl.expand_dims(ok_T, 1), other=0)
+                found = found + (part,)  # noqa: RUF005
     return found
 
 
@@ -245,67 +244,47 @@ def _halved(x_TK, forth_T):
 
 
 @gluon.jit
-def store_inputs(
-    x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr, SPLIT: gl.constexpr,
-    READY: gl.constexpr,
-):  # fmt: skip
+def store_inputs(x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr):
     """What load_inputs found as rows that may be multiplied, and what their products are to be multiplied by; products
     of tokens that are not there mean nothing."""
     GROUP: gl.constexpr = _groups(W, BT)[0]
-    STEPS: gl.constexpr = SPAN // step_of(W)
-    OF: gl.constexpr = STEPS + (1 if READY else 0)
     GROUPS: gl.constexpr = _groups(W, BT)[1]
+    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
     for g in gl.static_range(GROUPS):
-        if g * GROUP < count:
-            if READY:
-                back_s.slice(g * GROUP, GROUP).store(parts[g * OF])
-            elif W[KIND] == FP8:
-                back_T, forth_T = _factors(parts, g * OF, STEPS)
+        if READY:
+            back_s.slice(g * GROUP, GROUP).store(parts[g])
+        elif g * GROUP < count:
+            if W[KIND] == FP8:
+                back_T, forth_T = _factors(parts, g * STEPS, STEPS)
                 back_s.slice(g * GROUP, GROUP).store(back_T)
-            for half in gl.static_range(SPLIT):
-                for c in gl.static_range(STEPS // SPLIT):
-                    part = parts[g * OF + OF - STEPS + half * (STEPS // SPLIT) + c]
-                    if READY:
-                        part = gl.reshape(part, (WHOLE, step_of(W)))
-                    elif W[KIND] == FP8:
-                        part = _halved(part, forth_T)
-                    x_s[c].slice(half * 2 * BT + g * WHOLE, WHOLE, 0).store(part)
+            for c in gl.static_range(STEPS):
+                part = parts[g * STEPS + c]
+                if W[KIND] == FP8:
+                    part = _halved(part, forth_T)
+                x_s[c].slice(g * WHOLE, WHOLE, 0).store(part)
 
 
 @gluon.jit
-def _fine(fine, row_M, k_M, W: gl.constexpr):
-    scale = gl.load(fine + (row_M // W[FINE_O] * W[FINE_COLUMNS] + k_M // W[FINE])).to(gl.float32)
-    if W[INVERSE] % 2 == 1:
-        scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
-    return scale
-
-
-@gluon.jit
-def load_scales(
-    fine, o0, k0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SPAN: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
+def load_scales(fine, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr):
     """Fine scales of a tile, a step each, for `products`; before its weights are asked for, behind which they would
     wait."""
-    STEPS: gl.constexpr = SPAN // SPLIT // step_of(W)
-    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, sums_layout(W, input_rows(W, BT) * SPLIT)))
-    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
+    STEPS: gl.constexpr = W[COLUMNS] // step_of(W) if W[FINE] else 0
+    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, _sums_layout(W, BT)))
     scales = ()
-    for c in gl.static_range(STEPS if W[FINE] else 0):
-        scales = scales + (_fine(fine, row_M, k0 + half_M * (SPAN // 2) + c * step_of(W), W),)  # noqa: RUF005
+    for c in gl.static_range(STEPS):
+        at_M = _tile_row(r_M, o0, SECOND) // W[FINE_O] * W[FINE_COLUMNS] + c * step_of(W) // W[FINE]
+        scales = scales + (gl.load(fine + at_M),)  # noqa: RUF005
     return scales
 
 
 @gluon.jit
 def products(
-    a_s, x_s, back_s, value, scales, at_M1, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
-    SPAN: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """weight[tile] @ x.T over SPAN columns -> [M / SPLIT, T] fp32, without coarse scales, in a layout of its own."""
-    N: gl.constexpr = input_rows(W, BT) * SPLIT
-    SUMS: gl.constexpr = sums_layout(W, N)
-    STEPS: gl.constexpr = SPAN // SPLIT // step_of(W)
-    acc = gl.zeros((BM, N), gl.float32, layout=SUMS)
+    a_s, x_s, back_s, value, scales, at_M1, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr
+):
+    """weight[tile] @ x.T -> [M, T] fp32, without coarse scales, in a layout of its own."""
+    N: gl.constexpr = input_rows(W, BT)
+    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
+    acc = gl.zeros((BM, N), gl.float32, layout=_sums_layout(W, BT))
     zeros = acc
     for c in gl.static_range(STEPS):
         async_copy.wait_group(_under_way(c, SLOTS, STEPS))  # of all threads
@@ -321,17 +300,14 @@ def products(
         if W[KIND] != FP8:
             acc = part
         elif W[FINE]:
-            acc += part * gl.expand_dims(scales[c], 1)
+            scale = scales[c].to(gl.float32)
+            if W[INVERSE] % 2 == 1:
+                scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
+            acc += part * gl.expand_dims(scale, 1)
         else:
             acc += part
     if W[KIND] == FP8:
-        if SPLIT == 2:  # of each half's rows, the columns of its inputs
-            parts = gl.reshape(acc, (BM // 16, 2, 8, 2, 2 * BT))
-            first, second = gl.split(gl.permute(parts, (0, 2, 3, 4, 1)))
-            first, _ = gl.split(gl.permute(first, (0, 1, 3, 2)))
-            _, second = gl.split(gl.permute(second, (0, 1, 3, 2)))
-            acc = gl.reshape(first + second, (BM // 2, 2 * BT))
-        high, low = gl.split(gl.reshape(acc, (BM // SPLIT, BT, 2)))
+        high, low = gl.split(gl.reshape(acc, (BM, BT, 2)))
         y_MT = high + low * 0.0625
         y_MT *= gl.expand_dims(back_s.load(gl.SliceLayout(0, y_MT.type.layout)), 0)
     else:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -35,63 +34,11 @@ from shardwise.kernels.linear.geometry import Case, banks, case
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
-from shardwise.kernels.linear.warpgroups import Halved, halve
 from shardwise.kernels.moe_block.combine import Outputs
+from shardwise.kernels.moe_block.rank import rank_tiles
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 8  # up to so many, a tile has a column for every token, and pairs need no sort
-RANKED_ROWS, RANKED_STEP = 2, 1024  # pairs of a program, and what they are compared with at a time
-NO_EXPERT = tl.constexpr(2**30)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def rank_tiles_kernel(
-    ids, order, tiles, tokens, experts, most, x, halves, back, TOP_K: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, FEW: tl.constexpr, HALVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A stable sort of pairs by expert: order[position] = pair; and tiles[0:3, p] = a tile's expert (-1: there is
-    none), its first position, and the last one's successor. FEW: a tile is where its first pair is; otherwise experts
-    have room of their own, in which a place is left over at most, and which items after the pairs fill.
-
-    One warp, which neither waits for others nor counts all experts: only what is below its items, and like them.
-    HALVED: columns of x (0: none), the tokens of which the first programs make rows of e4m3, see linear/warpgroups.py.
-    """
-    let_next_come(PDL)
-    pairs = tokens * TOP_K
-    program = tl.program_id(0)
-    after_previous(PDL)
-    if HALVED:
-        if program < tokens:
-            halve(x, program.to(tl.int64), halves, back, HALVED, BLOCK)
-            return
-        program -= tokens
-    item_M, n_N = program * BM + tl.arange(0, BM), tl.arange(0, BN)
-    pair_M = item_M < pairs
-    key_M = tl.load(ids + item_M, mask=pair_M, other=0)
-    key_M = tl.where(pair_M, key_M, item_M - pairs)
-    ahead_M, own_M = tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
-    for first in range(0, pairs, BN):
-        other_N = first + n_N
-        key_N = tl.load(ids + other_N, mask=other_N < pairs, other=NO_EXPERT)
-        same_MN = key_N[None, :] == key_M[:, None]
-        # Pairs of experts below, and earlier ones of the same, in the halves of a word.
-        ahead_MN = tl.where(key_N[None, :] < key_M[:, None], 1, 0)
-        ahead_MN += tl.where(same_MN & (other_N[None, :] < item_M[:, None]), 1 << 16, 0)
-        ahead_M += tl.sum(ahead_MN, 1)
-        own_M += tl.sum(same_MN.to(tl.int32), 1)
-    below_M, rank_M = ahead_M & 0xFFFF, ahead_M >> 16
-    start_M = below_M + rank_M
-    tl.store(order + start_M, item_M, mask=pair_M)
-    leads_M = pair_M & (rank_M % BT == 0)
-    if FEW:
-        tile_M = start_M
-        tl.store(tiles + tile_M, tl.where(leads_M, key_M, -1), mask=pair_M)
-    else:
-        tile_M = below_M // BT + key_M + tl.where(pair_M, rank_M // BT, (own_M + BT - 1) // BT)
-        free_M = (item_M < pairs + experts) & (tile_M <= (below_M + own_M) // BT + key_M)
-        tl.store(tiles + tile_M, tl.where(pair_M, key_M, -1), mask=tl.where(pair_M, leads_M, free_M))
-    tl.store(tiles + most + tile_M, start_M, mask=leads_M)
-    tl.store(tiles + 2 * most + tile_M, start_M + tl.minimum(own_M - rank_M, BT), mask=leads_M)
 
 
 @gluon.jit
@@ -307,28 +254,6 @@ def _turns(down: Operand, shared_down: Operand) -> dict[str, int]:
     return {"TURN": VALUES[down.kind], "TURNS": VALUES[shared_down.kind]}
 
 
-def rank_tiles(
-    ids_Tk: torch.Tensor, experts: int, BT: int, pdl: bool, halved: Halved | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs sorted by expert -> order_M, tiles_3P (see the kernel), both int32; every id is one of an expert. halved:
-    what is to be filled in the same launch.
-
-    Fewer than 65,536 pairs: positions are halves of words.
-    """
-    (tokens, top_k), pairs = ids_Tk.shape, ids_Tk.numel()
-    apart = experts + pairs // BT  # tiles, where experts have room of their own
-    most, items = min(pairs, apart), pairs if pairs <= apart else pairs + experts
-    order_M = torch.empty(pairs, dtype=torch.int32, device=ids_Tk.device)
-    tiles_3P = torch.empty((3, most), dtype=torch.int32, device=ids_Tk.device)
-    columns = halved.x_TH.shape[1] if halved else 0
-    rank_tiles_kernel[(triton.cdiv(items, RANKED_ROWS) + (tokens if halved else 0),)](
-        ids_Tk, order_M, tiles_3P, tokens, experts, most, *(halved or (ids_Tk,) * 3), top_k, BT, RANKED_ROWS,
-        min(RANKED_STEP, max(128, power_of_two(pairs))), pairs <= apart, columns, power_of_two(columns), num_warps=1,
-        **launch(pdl),
-    )  # fmt: skip
-    return order_M, tiles_3P
-
-
 def moe(
     x_TH: torch.Tensor,
     up: Operand,
@@ -389,18 +314,6 @@ def compile_cases() -> Iterator[CompileCase]:
     Nothing here goes by whether a device has e4m3 in hardware.
     """
     types = dict.fromkeys(("ids", "order", "tiles"), "*i32")
-    for few, step in ((True, 128), (False, RANKED_STEP)):
-        constexprs = {
-            "TOP_K": 8,
-            "BT": 8,
-            "BM": RANKED_ROWS,
-            "BN": step,
-            "FEW": few,
-            "HALVED": 0,
-            "BLOCK": 1,
-            "PDL": False,
-        }
-        yield CompileCase(rank_tiles_kernel, signature(rank_tiles_kernel, constexprs, types), constexprs, 1, 1)
     types |= dict.fromkeys(("x", "act", "shared_act"), "*bf16") | {"y": "*fp32"}
     ruled = [(up, down, tokens, "", 0) for up, down in banks(False) if up.of.layout[2] != 128 for tokens in (4, 512)]
     for up, down, tokens, gpu, kib in (*ruled, *measured_banks()):

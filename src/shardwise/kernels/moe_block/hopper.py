@@ -6,6 +6,7 @@ Legend: T tokens of a tile, M rows of weights, H hidden, I intermediate, k exper
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
@@ -41,7 +43,8 @@ from shardwise.kernels.linear.warpgroups import (
     words,
 )
 from shardwise.kernels.moe_block.combine import Outputs
-from shardwise.kernels.moe_block.fragments import rank_tiles, token_pairs
+from shardwise.kernels.moe_block.fragments import token_pairs
+from shardwise.kernels.moe_block.rank import rank_tiles
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 16  # up to so many, a tile may have a column for every token, and pairs need no sort
@@ -121,8 +124,8 @@ def _gated(
 ):  # fmt: skip
     """act = silu(gate) * up, BM / 2 columns of one expert."""
     I: gl.constexpr = W[ROWS] // 2  # noqa: E741
-    store_inputs(x_s, back_s, parts, count, W, BT, W[COLUMNS], 1, READY)
-    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS, W[COLUMNS], 1)
+    store_inputs(x_s, back_s, parts, count, W, BT, READY)
+    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS)
     both = gl.permute(gl.reshape(y_MT, (BM // 16, 2, 8, BT)), (0, 2, 3, 1))
     gate, up = gl.split(gl.reshape(both, (BM // 2, BT, 2)))
     LAYOUT: gl.constexpr = gate.type.layout
@@ -158,29 +161,32 @@ def hopper_gate_up_kernel(
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
         i0, first = program % SHARED * (BM // 2), program // SHARED * BT
-        scales = load_scales(shared_fine, i0, 0, WS[ROWS] // 2, WS, BM, BT, WS[COLUMNS], 1)
-        at_M1 = ask_first(a_s, shared_value, i0, 0, WS[ROWS] // 2, 1, WS, WS[COLUMNS], BM, SLOTS)
+        scales = load_scales(shared_fine, i0, WS[ROWS] // 2, WS, BM, BT)
+        at_M1 = ask_first(a_s, shared_value, i0, WS[ROWS] // 2, WS, BM, SLOTS)
         count = _shared_rows(to_s, first, tokens, 0, BT)
         after_previous(PDL)
         let_next_come(PDL)
-        parts = load_inputs(None, first, x, back, 0, count, WS, BT, WS[COLUMNS], READY)
+        parts = load_inputs(x_s, None, first, x, back, count, WS, BT, READY)
+        if READY:
+            async_copy.wait_group(0)  # what was asked for after the weights
         _gated(a_s, x_s, back_s, to_s, parts, count, shared_act, shared_value, scales, shared_coarse, program * 0,
                at_M1, i0, WS, BM, BT, SLOTS, READY)  # fmt: skip
     else:
         after_previous(PDL)
         let_next_come(PDL)
         if MATCHED:
-            parts = load_inputs(None, 0, x, back, 0, tokens, W, BT, W[COLUMNS], READY)
+            parts = load_inputs(x_s, None, 0, x, back, tokens, W, BT, READY)
         expert, count = _tile_rows(
             rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, True, MATCHED, TOP_K, KP, BT
         )
         if expert >= 0:
             if not MATCHED:
-                parts = load_inputs(rows_s, 0, x, back, 0, count, W, BT, W[COLUMNS], READY)
+                parts = load_inputs(x_s, rows_s, 0, x, back, count, W, BT, READY)
             i0 = (program - shared) % PARTS * (BM // 2)
             value, fine = _bank(value, fine, expert, W)
-            scales = load_scales(fine, i0, 0, W[ROWS] // 2, W, BM, BT, W[COLUMNS], 1)
-            at_M1 = ask_first(a_s, value, i0, 0, W[ROWS] // 2, 1, W, W[COLUMNS], BM, SLOTS)
+            scales = load_scales(fine, i0, W[ROWS] // 2, W, BM, BT)
+            all_wait()  # or the loads above are moved down, and wait behind weights
+            at_M1 = ask_first(a_s, value, i0, W[ROWS] // 2, W, BM, SLOTS)
             _gated(a_s, x_s, back_s, to_s, parts, count, act, value, scales, coarse, expert, at_M1, i0, W, BM, BT,
                    SLOTS, READY)  # fmt: skip
 
@@ -191,8 +197,8 @@ def _down(
     BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y = down(act), BM columns of one expert."""
-    store_inputs(x_s, back_s, parts, count, W, BT, W[COLUMNS], 1, False)
-    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS, W[COLUMNS], 1)
+    store_inputs(x_s, back_s, parts, count, W, BT, False)
+    y_MT = products(a_s, x_s, back_s, value, scales, at_M1, W, BM, BT, SLOTS)
     LAYOUT: gl.constexpr = y_MT.type.layout
     o_M, to_T = o0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT)), to_s.load(gl.SliceLayout(0, LAYOUT))
     y_MT *= gl.expand_dims(fragment_coarse(coarse, expert, o_M, o_M < W[ROWS], W), 1)
@@ -218,12 +224,12 @@ def hopper_down_kernel(
     to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
     if program < shared:
         o0 = program % SHARED * BM
-        scales = load_scales(shared_fine, o0, 0, 0, WS, BM, BT, WS[COLUMNS], 1)
-        at_M1 = ask_first(a_s, shared_value, o0, 0, 0, 1, WS, WS[COLUMNS], BM, SLOTS)
+        scales = load_scales(shared_fine, o0, 0, WS, BM, BT)
+        at_M1 = ask_first(a_s, shared_value, o0, 0, WS, BM, SLOTS)
         first = program // SHARED * BT
         count = _shared_rows(to_s, first, tokens, tokens * TOP_K, BT)
         after_previous(PDL)
-        parts = load_inputs(None, first, shared_act, shared_act, 0, count, WS, BT, WS[COLUMNS], False)
+        parts = load_inputs(x_s, None, first, shared_act, shared_act, count, WS, BT, False)
         _down(a_s, x_s, back_s, to_s, parts, count, y, shared_value, scales, shared_coarse, program * 0, at_M1, o0,
               WS, BM, BT, SLOTS)  # fmt: skip
     else:
@@ -233,10 +239,10 @@ def hopper_down_kernel(
         if expert >= 0:
             o0 = (program - shared) % PARTS * BM
             value, fine = _bank(value, fine, expert, W)
-            scales = load_scales(fine, o0, 0, 0, W, BM, BT, W[COLUMNS], 1)
-            at_M1 = ask_first(a_s, value, o0, 0, 0, 1, W, W[COLUMNS], BM, SLOTS)
+            scales = load_scales(fine, o0, 0, W, BM, BT)
+            at_M1 = ask_first(a_s, value, o0, 0, W, BM, SLOTS)
             after_previous(PDL)
-            parts = load_inputs(rows_s, 0, act, act, 0, count, W, BT, W[COLUMNS], False)
+            parts = load_inputs(x_s, rows_s, 0, act, act, count, W, BT, False)
             _down(a_s, x_s, back_s, to_s, parts, count, y, value, scales, coarse, expert, at_M1, o0, W, BM, BT, SLOTS)
         else:
             after_previous(PDL)

@@ -20,8 +20,8 @@ from shardwise.kernels.linear.tiles import COARSE, ROWS, Operand, Target
 from shardwise.kernels.linear.triton import step_of
 from shardwise.kernels.moe.grouped import Grouped, grouped_config, grouped_configs
 from shardwise.kernels.moe_block.combine import Outputs
-from shardwise.kernels.moe_block.fragments import rank_tiles
 from shardwise.kernels.moe_block.matched import down_tile, gated_tile
+from shardwise.kernels.moe_block.rank import rank_tiles
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 SHARED_TOKENS = 64  # of a tile of the shared expert, whose weights all tokens want

@@ -20,7 +20,7 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
-from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs
+from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs, rank
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.reference import summed
@@ -264,6 +264,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     yield from matched.compile_cases(native_fp8)
     yield from pairs.compile_cases(native_fp8)
     yield from combine.compile_cases()
+    yield from rank.compile_cases(native_fp8)
     if not native_fp8:
         yield from fragments.compile_cases()
         yield from hopper.compile_cases()

@@ -1,0 +1,89 @@
+"""What kernels by Hopper's warp group instructions are made of that runs without a GPU: tokens as rows of e4m3, and
+what they are chosen by. The kernels themselves: tests/gpu/check_hopper.py.
+"""
+
+import pytest
+import torch
+
+from shardwise.kernels.linear.geometry import case
+from shardwise.kernels.linear.tiles import operand
+from shardwise.kernels.linear.warpgroups import Halved, fits, held_steps, shared_bytes
+from shardwise.kernels.moe_block import hopper
+from shardwise.kernels.moe_block.rank import rank_tiles
+from tests.kernels.weights import make_weight
+
+
+def halved(x_TH: torch.Tensor, top_k: int = 2, experts: int = 5) -> tuple[Halved, torch.Tensor, torch.Tensor]:
+    """What the kernel makes of tokens; with it the sort of pairs that goes through the same launch."""
+    tokens, hidden = x_TH.shape
+    ids_Tk = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+    nothing = torch.full((tokens, 2, hidden), float("nan")).to(torch.float8_e4m3fn)
+    halves = Halved(x_TH, nothing, torch.full((tokens,), float("nan")))
+    return halves, ids_Tk, rank_tiles(ids_Tk, experts, 4, False, halves)[0]
+
+
+def values(halves: Halved) -> torch.Tensor:
+    """The tokens that rows of e4m3 and their factors stand for."""
+    high, low = halves.halves_T2H.double().unbind(1)
+    return (high + low / 16) * halves.back_T.double()[:, None]
+
+
+@pytest.mark.parametrize("hidden", [128, 384])
+@pytest.mark.parametrize("scale", [1e-30, 3e-5, 1.0, 7e4, 1e30])
+def test_two_rows_of_e4m3_are_a_token_in_bf16_but_for_what_is_far_below_its_largest_value(
+    hidden: int, scale: float
+) -> None:
+    torch.manual_seed(0)
+    x_TH = (torch.randn(9, hidden) * scale).bfloat16()
+    x_TH[3] = 0
+    x_TH[4, 5] *= 4096
+    halves, _, _ = halved(x_TH)
+    exact, largest = x_TH.double(), x_TH.double().abs().amax(1, keepdim=True)
+    near = exact.abs() >= largest / 2**10
+    assert torch.equal(values(halves)[near], exact[near])
+    assert bool(((values(halves) - exact).abs() <= largest / 2**16).all())
+    assert not values(halves)[3].any()
+
+
+def test_pairs_are_sorted_beside_it() -> None:
+    torch.manual_seed(1)
+    _, ids_Tk, order_M = halved(torch.randn(17, 128).bfloat16())
+    assert torch.equal(order_M.long(), ids_Tk.flatten().sort(stable=True).indices)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("-inf")])
+def test_a_token_that_is_not_finite_gives_products_that_are_not_and_harms_no_other(wrong: float) -> None:
+    """NaN is a matter of conversions that the interpreter does otherwise, see tests/gpu/check_hopper.py."""
+    x_TH = torch.randn(3, 128).bfloat16()
+    x_TH[1, 7] = wrong
+    found = values(halved(x_TH)[0])
+    assert found[1].isnan().any()
+    assert found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("width", [512, 256])
+@pytest.mark.parametrize("tokens", [2, 4, 5, 8, 9, 16, 17, 64, 128, 160])
+def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_tiles(
+    kind: str, width: int, tokens: int
+) -> None:
+    up, down = case(2 * width, 2048, kind, True, halves=2).of, case(2048, width, kind, True).of
+    config = hopper.hopper_rule(up.kind, tokens)
+    assert (config is None) == (tokens > 16 if kind == "bf16" else tokens < 5)
+    if config is None:
+        return
+    for bank, BM, slots in ((up, config.up_BM, config.up_slots), (down, config.down_BM, config.down_slots)):
+        if BM:
+            assert bank.layout[2] % BM == 0
+            assert shared_bytes(bank.layout, BM, config.BT, slots) <= hopper.SHARED_KIB * 1024
+    assert tokens <= config.BT or config.up_BM  # gates and ups of another kernel are not sorted
+
+
+def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:
+    assert [held_steps(4, slots) for slots in (1, 2, 3, 9)] == [2, 2, 3, 4]
+    assert held_steps(1, 6) == 1
+
+
+def test_nothing_but_a_hopper_card_is_taken() -> None:
+    bank = make_weight((4, 128, 256), "fp8_block", 0, "cpu")
+    assert not fits(operand(bank, True), torch.bfloat16)
