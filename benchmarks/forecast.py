@@ -21,8 +21,18 @@ from shardwise.parallel.devices import Device, Link, Machine
 from shardwise.parallel.probe import STREAMED
 
 HERE = Path(__file__).parent
-RESULTS = ("speed-bf16", "speed-bf16-2gpu", "speed-bf16-2gpu-p2p", "speed-fp8", "speed-fp8-2gpu", "speed-nvfp4",
-           "speed-nvfp4-2gpu")  # fmt: skip
+RESULTS = (
+    "speed-bf16",
+    "speed-bf16-2gpu",
+    "speed-bf16-2gpu-p2p",
+    "speed-fp8",
+    "speed-fp8-2gpu",
+    "speed-nvfp4",
+    "speed-nvfp4-2gpu",
+    "speed-bf16-warp-groups",
+    "speed-fp8-warp-groups",
+    "speed-nvfp4-warp-groups",
+)  # in the order of time
 OVER_LIBRARY = ("speed-bf16-2gpu",)  # whose sums went by NCCL; those of the others over peers' memory
 H200 = Device("NVIDIA H200", 150_109_880_320, 4.21e12 * STREAMED, 8.4e14)  # what the probe found there
 LINK = Link(17.8e-6, 2.84e11, peers=True)  # likewise, between two
@@ -39,23 +49,22 @@ def predicted_s(folder: Path, ranks: int, batch: int, peers: bool = True) -> flo
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Print the table; the median error."""
+    """Print the table, of each step the last measurement; the median error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path)
     given = parser.parse_args(arguments).results
-    errors = list[float]()
-    print(f"{'run':20} {'GPUs':>4} {'batch':>5} {'step ms':>8} {'predicted':>9} {'error':>6}")
+    last = dict[tuple[str, int, int, bool], tuple[str, float]]()
     for path in given or [HERE / "results" / "h200" / f"{name}.json" for name in RESULTS]:
         found = json.loads(path.read_text())
-        folder = HERE / "geometry" / Path(found["args"]["model"]).name
         for batch, rate in found["result"]["decode"].items():
-            step_s = int(batch) / rate
-            guess_s = predicted_s(folder, found["ranks"], int(batch), path.stem not in OVER_LIBRARY)
-            errors.append(abs(guess_s / step_s - 1))
-            print(
-                f"{path.stem:20} {found['ranks']:>4} {batch:>5} {1e3 * step_s:8.2f} {1e3 * guess_s:9.2f} "
-                f"{guess_s / step_s - 1:+6.0%}"
-            )
+            key = Path(found["args"]["model"]).name, found["ranks"], int(batch), path.stem not in OVER_LIBRARY
+            last[key] = path.stem, int(batch) / rate
+    errors = list[float]()
+    print(f"{'run':24} {'GPUs':>4} {'batch':>5} {'step ms':>8} {'predicted':>9} {'error':>6}")
+    for (model, ranks, batch, peers), (run, step_s) in last.items():
+        guess_s = predicted_s(HERE / "geometry" / model, ranks, batch, peers)
+        errors.append(abs(guess_s / step_s - 1))
+        print(f"{run:24} {ranks:>4} {batch:>5} {1e3 * step_s:8.2f} {1e3 * guess_s:9.2f} {guess_s / step_s - 1:+6.0%}")
     print(f"{len(errors)} steps, median error {median(errors):.1%}, largest {max(errors):.0%}")
     return median(errors)
 

@@ -55,7 +55,7 @@ def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, ap
 
 
 def check_not_finite(form: str, tokens: int, config: experts.Hopper) -> None:
-    """NaN and infinity of a token: NaN of all its outputs, and no other's."""
+    """NaN or infinity of a token makes all its outputs so, and no other's."""
     width, hidden = 128, 256
     shapes = (EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width), (2 * width, hidden), (hidden, width)
     up, down, shared_up, shared_down = (
@@ -65,11 +65,11 @@ def check_not_finite(form: str, tokens: int, config: experts.Hopper) -> None:
     shares_Tk, ids_Tk = route(torch.randn(tokens, EXPERTS, device=DEVICE), TOP_K)
     x_TH[0, 9], x_TH[2, 70] = float("nan"), float("inf")
     got = experts.moe(x_TH, up, down, shared_up, shared_down, ids_Tk, EXPERTS, config, False)
-    nan_T = combine(got, ids_Tk, shares_Tk, gate_T1, False).isnan()
-    right = bool(nan_T[[0, 2]].all()) and not nan_T[1].any() and not nan_T[3:].any()
+    wrong_T = ~combine(got, ids_Tk, shares_Tk, gate_T1, False).isfinite()
+    right = bool(wrong_T[[0, 2]].all()) and not wrong_T[1].any() and not wrong_T[3:].any()
     found.append({"what": f"not finite {form} {config}", "error": float(not right), "right": right})
     if not right:
-        sys.stdout.write(f"WRONG not finite {form} {config}: {nan_T.sum(1).tolist()}\n")
+        sys.stdout.write(f"WRONG not finite {form} {config}: {wrong_T.sum(1).tolist()}\n")
 
 
 def main() -> int:
