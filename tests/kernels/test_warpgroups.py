@@ -62,13 +62,10 @@ def test_a_token_that_is_not_finite_gives_products_that_are_not_and_harms_no_oth
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_block", "fp8_tensor"])
-@pytest.mark.parametrize("width", [512, 256])
 @pytest.mark.parametrize("tokens", [2, 4, 5, 8, 9, 16, 17, 64, 128, 160])
-def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_tiles(
-    kind: str, width: int, tokens: int
-) -> None:
-    up, down = case(2 * width, 2048, kind, True, halves=2).of, case(2048, width, kind, True).of
-    config = hopper.hopper_rule(up.kind, tokens)
+def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_tiles(kind: str, tokens: int) -> None:
+    up, down = case(1024, 2048, kind, True, halves=2).of, case(2048, 512, kind, True).of
+    config = hopper.hopper_rule(down, tokens)
     assert (config is None) == (tokens > 16 if kind == "bf16" else tokens < 5)
     if config is None:
         return
@@ -77,6 +74,14 @@ def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_ti
             assert bank.layout[2] % BM == 0
             assert shared_bytes(bank.layout, BM, config.BT, slots) <= hopper.SHARED_KIB * 1024
     assert tokens <= config.BT or config.up_BM  # gates and ups of another kernel are not sorted
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 161, 8192])
+def test_the_rule_takes_nothing_that_was_not_measured(tokens: int) -> None:
+    assert hopper.hopper_rule(case(2048, 256, "fp8_block", True).of, tokens) is None
+    assert hopper.hopper_rule(case(2048, 512, "nvfp4_moved", True).of, tokens) is None
+    if tokens in (1, 161, 8192):
+        assert hopper.hopper_rule(case(2048, 512, "fp8_block", True).of, tokens) is None
 
 
 def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:
