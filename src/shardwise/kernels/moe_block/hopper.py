@@ -27,7 +27,9 @@ from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linear.warpgroups import (
     FLAT,
+    HALVED,
     WARPS,
+    WHOLE,
     Halved,
     ask_first,
     fits,
@@ -64,8 +66,8 @@ class Hopper(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Which pairs tiles have: all there are, in order and as tiles (see fragments.rank_tiles), how many tiles there may
-    be; or, if matched, a tile for every pair, which all tokens of its expert join."""
+    """Which pairs tiles have: all there are, in order and as tiles (see rank.py), how many tiles there may be; or, if
+    matched, a tile for every pair, which all tokens of its expert join."""
 
     ids_Tk: torch.Tensor
     order_M: torch.Tensor
@@ -272,6 +274,8 @@ def possible(banks_of: Sequence[Operand], x_dtype: torch.dtype, config: Hopper) 
     """Whether these kernels can do it, on this device."""
     up, down, shared_up, shared_down = banks_of
     alike = up.kind == shared_up.kind == down.kind == shared_down.kind and up.layout[3] == shared_up.layout[3]
+    if config.BT % (HALVED if up.kind == FP8.value else WHOLE).value:
+        return False
     pairs = ((up, shared_up, config.up_BM, config.up_slots), (down, shared_down, config.down_BM, config.down_slots))
     for bank, shared, BM, slots in pairs:
         if BM and not all(fits(of, x_dtype, BM) for of in (bank, shared)):
