@@ -30,7 +30,7 @@ EXPERTS, TOP_K = 20, 8
 
 def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, apart: float = 1.0) -> None:
     """All of a block, or, where gates and ups go by another kernel, with that one. apart: factor of some values."""
-    hidden = 512
+    hidden = 1024
     shapes = (EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width), (2 * width, hidden), (hidden, width)
     up, down, shared_up, shared_down = (make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes))
     x_TH = torch.randn(tokens, hidden, device=DEVICE).bfloat16()

@@ -84,6 +84,14 @@ def test_the_rule_takes_nothing_that_was_not_measured(tokens: int) -> None:
         assert hopper.hopper_rule(case(2048, 512, "fp8_block", True).of, tokens) is None
 
 
+def test_pairs_that_another_kernel_left_unsorted_have_a_column_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    banks = [case(2 * 512, 2048, "bf16", True).of, case(2048, 512, "bf16", True).of] * 2
+    monkeypatch.setattr(hopper, "possible", lambda *_: True)
+    monkeypatch.setattr(hopper.tuning, "choice", lambda *_: [8, 0, 0, 64, 4])
+    assert hopper.hopper_config(banks, torch.bfloat16, 8, "a GPU") == (8, 0, 0, 64, 4)
+    assert hopper.hopper_config(banks, torch.bfloat16, 9, "a GPU") is None
+
+
 def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:
     assert [held_steps(4, slots) for slots in (1, 2, 3, 9)] == [2, 2, 3, 4]
     assert held_steps(1, 6) == 1

@@ -256,7 +256,9 @@ def hopper_config(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int
     or by rule, if they are to."""
     found = tuning.choice(gpu, "hopper", [banks_of[0].layout], tokens)
     config = Hopper(*found) if found else hopper_rule(banks_of[1], tokens)
-    return config if config and possible(banks_of, x_dtype, config) else None
+    if config is None or not (config.up_BM or tokens <= min(config.BT, MATCHED_TOKENS)):
+        return None  # what another kernel leaves is not sorted
+    return config if possible(banks_of, x_dtype, config) else None
 
 
 def hopper_rule(down: Operand, tokens: int) -> Hopper | None:
