@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shardwise.kernels.attention.decode import METADATA
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.gluon import all_wait, copy_to_shared
-from shardwise.kernels.overlap import can_overlap
+from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.sequences import Sequences
 
 QUERIES, KEYS, DIM, WARPS = gl.constexpr(128), gl.constexpr(64), gl.constexpr(256), gl.constexpr(8)
@@ -35,7 +35,6 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))  # 16 byt
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
 SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256, 16]))
 LOG2_E = gl.constexpr(log2(e))
-CAPABILITY = (9, 0)
 
 
 @gluon.jit
@@ -185,7 +184,7 @@ def fits(
     q_TND: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, gate_TND: torch.Tensor | None = None
 ) -> bool:
     """Whether this kernel serves these: Hopper, this head dim, 16 bits throughout, and rows that start at 16 bytes."""
-    if not can_overlap(q_TND.device) or torch.cuda.get_device_capability(q_TND.device) != CAPABILITY:
+    if not is_hopper(q_TND.device):
         return False
     there = [x for x in (q_TND, k_pages, v_pages, gate_TND) if x is not None]
     alike = q_TND.shape[2] == DIM.value and q_TND.itemsize == 2 and all(x.dtype == q_TND.dtype for x in there)
@@ -222,4 +221,4 @@ def compile_cases() -> Iterator[CompileCase]:
     for gate in (True, False):
         constexprs = {"PAGE_TOKENS": 64, "GATE": gate}
         signed = signature(hopper_prefill_kernel, constexprs, types)
-        yield CompileCase(hopper_prefill_kernel, signed, constexprs, WARPS.value, 1, 227 * 1024)
+        yield CompileCase(hopper_prefill_kernel, signed, constexprs, WARPS.value, 1, SHARED_KIB * 1024)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import constexpr_function
 
 from shardwise.kernels.gluon import copy_to_shared
+from shardwise.kernels.hopper import is_hopper
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
     FINE,
@@ -44,7 +45,6 @@ from shardwise.kernels.linear.tiles import (
     Operand,
 )
 
-CAPABILITY = (9, 0)
 WARPS, STEP_BYTES = gl.constexpr(4), gl.constexpr(128)
 HALVED, WHOLE = gl.constexpr(4), gl.constexpr(8)  # tokens of a group: of two rows, and of one
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -104,19 +104,34 @@ def _under_way(c, SLOTS, STEPS):
 
 
 @triton.jit
+def _powers(top):
+    """By the largest value of a token: what its products are to be multiplied by, and it itself before, so that it is
+    below 256, which e4m3 has."""
+    power = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 8)
+    back = ((power - 7) << 23).to(tl.float32, bitcast=True)
+    return tl.where(power == 255, float("nan"), back), ((261 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(x):
+    """The two values in e4m3, as fp32, that stand for one. The first is cut off, not rounded, so that nothing comes
+    back from e4m3, for which ptxas 12.8 reads a wrong register."""
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFF00000).to(tl.float32, bitcast=True)
+    return high, (x - high) * 16.0
+
+
+@triton.jit
 def halve(x, row, out, back, COLUMNS_: tl.constexpr, BLOCK: tl.constexpr):
     """A row of x as two of e4m3, and what their products are to be multiplied by."""
     k_K = tl.arange(0, BLOCK)
     ok_K = k_K < COLUMNS_
     x_K = tl.load(x + row * COLUMNS_ + k_K, mask=ok_K, other=0).to(tl.float32)
-    power = tl.maximum(tl.max(tl.abs(x_K), 0).to(tl.int32, bitcast=True) >> 23, 8)
-    factor = ((power - 7) << 23).to(tl.float32, bitcast=True)
-    tl.store(back + row, tl.where(power == 255, float("nan"), factor))
-    x_K *= ((261 - power) << 23).to(tl.float32, bitcast=True)
-    high_K = (x_K.to(tl.uint32, bitcast=True) & 0xFFF00000).to(tl.float32, bitcast=True)
+    factor, forth = _powers(tl.max(tl.abs(x_K), 0))
+    tl.store(back + row, factor)
+    high_K, low_K = _parts(x_K * forth)
     at = out + row * (2 * COLUMNS_) + k_K
     tl.store(at, high_K.to(tl.float8e4nv), mask=ok_K)
-    tl.store(at + COLUMNS_, ((x_K - high_K) * 16.0).to(tl.float8e4nv), mask=ok_K)
+    tl.store(at + COLUMNS_, low_K.to(tl.float8e4nv), mask=ok_K)
 
 
 @gluon.jit
@@ -227,19 +242,14 @@ def _factors(parts, FROM: gl.constexpr, STEPS: gl.constexpr):
     top = gl.abs(parts[FROM].to(gl.float32))
     for c in gl.static_range(STEPS - 1):
         top = gl.maximum(top, gl.abs(parts[FROM + 1 + c].to(gl.float32)))
-    power_T = gl.maximum(gl.max(top, 1).to(gl.int32, bitcast=True) >> 23, 8)
-    back_T = ((power_T - 7) << 23).to(gl.float32, bitcast=True)
-    forth_T = ((261 - power_T) << 23).to(gl.float32, bitcast=True)
-    return gl.where(power_T == 255, float("nan"), back_T), forth_T
+    return _powers(gl.max(top, 1))
 
 
 @gluon.jit
 def _halved(x_TK, forth_T):
     """A step of a group as rows of e4m3, two each."""
-    x_TK = x_TK.to(gl.float32) * gl.expand_dims(forth_T, 1)
-    # Cut off, not rounded, so that nothing comes back from e4m3, for which ptxas 12.8 reads a wrong register.
-    high_TK = (x_TK.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
-    both = gl.permute(gl.join(high_TK, (x_TK - high_TK) * 16.0), (0, 2, 1)).to(gl.float8e4nv)
+    high_TK, low_TK = _parts(x_TK.to(gl.float32) * gl.expand_dims(forth_T, 1))
+    both = gl.permute(gl.join(high_TK, low_TK), (0, 2, 1)).to(gl.float8e4nv)
     return gl.reshape(both, (WHOLE, STEP_BYTES))
 
 
@@ -316,12 +326,10 @@ def products(
     return y_MT
 
 
-def fits(of: Operand, x_dtype: torch.dtype, BM: int = 64) -> bool:
+def fits(of: Operand, x_dtype: torch.dtype, BM: int) -> bool:
     """Whether kernels of this module do `of`, in tiles of BM rows, with such an input, on this device."""
     kind, (rows, columns), fine = of.kind, of.layout[ROWS.value : COLUMNS.value + 1], of.layout[FINE.value]
-    if x_dtype != torch.bfloat16 or of.value.device.type != "cuda" or torch.version.hip:
-        return False
-    if torch.cuda.get_device_capability(of.value.device) != CAPABILITY or of.value.data_ptr() % 16 or rows % BM:
+    if x_dtype != torch.bfloat16 or not is_hopper(of.value.device) or of.value.data_ptr() % 16 or rows % BM:
         return False
     if kind == PLAIN.value:
         return of.value.dtype == torch.bfloat16 and not fine and columns % (STEP_BYTES.value // 2) == 0

@@ -28,6 +28,7 @@ from triton.runtime.jit import constexpr_function
 
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.gluon import all_wait, copy_to_shared
+from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand
@@ -37,7 +38,6 @@ STEP = gl.constexpr(128)  # columns of a product
 MOST_TOKENS = 128  # beyond, libraries are faster
 PROCESSORS, FEWEST_PROGRAMS = 132, 96  # of Hopper's cards, and how many of them are to have work
 FEWEST_COLUMNS = 2048  # of fewer nothing was measured
-SHARED_KIB, CAPABILITY = 227, (9, 0)
 
 
 class Held(NamedTuple):
@@ -151,7 +151,7 @@ def held_config(of: Operand, x_TK: torch.Tensor) -> Held | None:
 
 def possible(of: Operand, x_TK: torch.Tensor) -> bool:
     """Whether this kernel can multiply such a weight with such an input, on this device, in some configuration."""
-    if of.kind or not fits(of, x_TK.dtype) or torch.cuda.get_device_capability(x_TK.device) != CAPABILITY:
+    if of.kind or not fits(of, x_TK.dtype) or not is_hopper(x_TK.device):
         return False
     return of.layout[ROWS.value] % 64 == 0 and of.layout[COLUMNS.value] % STEP.value == 0
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint.weight import Weight
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.gluon import copy_to_shared
+from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.linear.fragments import fits, fragment_input, fragment_step, range_of, split_sum, steps_of, words
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.layouts import product_layout, sum_layout, tokens_layout, word_layout
@@ -37,7 +38,6 @@ from shardwise.kernels.linears.neighbours import together
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
-CAPABILITY, SHARED_KIB = (9, 0), 227
 FEW_ROWS, FEW_BM = 512, 16  # most rows of a weight beside the others, and those of a program for it
 
 
@@ -190,7 +190,7 @@ def possible(
     large, few = _parted(operands)
     if not 2 <= x_TH.shape[0] <= config.BT or any(of.kind or not fits(of, x_TH.dtype) for of in operands):
         return False
-    if torch.cuda.get_device_capability(x_TH.device) != CAPABILITY or not len(large) <= min(2, max(1, neighbours)):
+    if not is_hopper(x_TH.device) or not len(large) <= min(2, max(1, neighbours)):
         return False
     step, _ = steps_of(large[0])
     alike = (
