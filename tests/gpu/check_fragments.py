@@ -27,6 +27,7 @@ from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import fragments as tiles
 from shardwise.kernels.moe_block import reference as block
 from shardwise.kernels.moe_block import triton as fast
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import combine
 from tests.kernels.sequences import make_sequences
 from tests.kernels.weights import make_weight
@@ -153,7 +154,7 @@ def check_experts(form: str, shared_form: str, width: int, experts: int, tokens:
         if order == "moved":
             of[:2] = (operand(arranged(weight), True) for weight in (up, down))
         poison()
-        got = combine(tiles.moe(x_TH, *of, ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
+        got = combine(tiles.moe(x_TH, Banks(*of), ids_Tk, experts, "", False), ids_Tk, shares_Tk, gate_T1, False)
         judge(f"experts {form} {order}, {shared_form} shared, {width} wide, {experts} of them, T={tokens}", got, want)
 
 

@@ -20,6 +20,7 @@ from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import hopper as experts
 from shardwise.kernels.moe_block import matched
 from shardwise.kernels.moe_block import reference as block
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import combine
 from tests.gpu.check_fragments import DEVICE, found, judge, poison
 from tests.kernels.weights import make_weight
@@ -38,7 +39,7 @@ def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, ap
     gate_T1, logits_TE = torch.randn(tokens, 1, device=DEVICE), torch.randn(tokens, EXPERTS, device=DEVICE)
     logits_TE[:, 1] += 2 * (tokens > 8)  # some experts are liked by more tokens than a tile has
     shares_Tk, ids_Tk = route(logits_TE, TOP_K)
-    of = up_of, down_of, *shared_of = [operand(weight, True) for weight in (up, down, shared_up, shared_down)]
+    of = Banks(*(operand(weight, True) for weight in (up, down, shared_up, shared_down)))
     what = f"experts {form} {width} wide, T={tokens} {config} apart {apart}"
     assert experts.possible(of, x_TH.dtype, config), what
     banks = up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1
@@ -47,10 +48,10 @@ def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, ap
     for pdl in (False, True):
         poison()
         if config.up_BM:
-            got = experts.moe(x_TH, up_of, down_of, shared_of[0], shared_of[1], ids_Tk, EXPERTS, config, pdl)
+            got = experts.moe(x_TH, of, ids_Tk, EXPERTS, config, pdl)
         else:
             configs = matched.Matched(64, 64, 4, 3), config
-            got = matched.moe(x_TH, up_of, down_of, shared_of[0], shared_of[1], ids_Tk, configs, pdl)
+            got = matched.moe(x_TH, of, ids_Tk, configs, pdl)
         judge(f"{what} pdl={pdl}", combine(got, ids_Tk, shares_Tk, gate_T1, False), want)
 
 
@@ -58,13 +59,11 @@ def check_not_finite(form: str, tokens: int, config: experts.Hopper) -> None:
     """NaN or infinity of a token makes all its outputs so, and no other's."""
     width, hidden = 128, 256
     shapes = (EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width), (2 * width, hidden), (hidden, width)
-    up, down, shared_up, shared_down = (
-        operand(make_weight(shape, form, n, DEVICE), True) for n, shape in enumerate(shapes)
-    )
+    of = Banks(*(operand(make_weight(shape, form, n, DEVICE), True) for n, shape in enumerate(shapes)))
     x_TH, gate_T1 = torch.randn(tokens, hidden, device=DEVICE).bfloat16(), torch.randn(tokens, 1, device=DEVICE)
     shares_Tk, ids_Tk = route(torch.randn(tokens, EXPERTS, device=DEVICE), TOP_K)
     x_TH[0, 9], x_TH[2, 70] = float("nan"), float("inf")
-    got = experts.moe(x_TH, up, down, shared_up, shared_down, ids_Tk, EXPERTS, config, False)
+    got = experts.moe(x_TH, of, ids_Tk, EXPERTS, config, False)
     wrong_T = ~combine(got, ids_Tk, shares_Tk, gate_T1, False).isfinite()
     right = bool(wrong_T[[0, 2]].all()) and not wrong_T[1].any() and not wrong_T[3:].any()
     found.append({"what": f"not finite {form} {config}", "error": float(not right), "right": right})

@@ -9,6 +9,7 @@ from shardwise.kernels.linear import arrange
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.kernels.moe_block import Then, reference
 from shardwise.kernels.moe_block import triton as fast
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.norm.reference import add_rms_norm
 from shardwise.kernels.peer_sum.reference import weighted
 from tests.kernels.weights import make_weight
@@ -89,7 +90,8 @@ def test_sorted_pairs_and_the_shared_expert_in_the_same_launches(form, tokens, e
     likings = randn(tokens, experts)
     likings[:, 1] += 2
     weights, ids = reference.route(likings.to(device), top_k)
-    assert fast.way_of([operand(bank, True) for bank in (up, down)], torch.float32, tokens) == fast.SORTED
+    of = Banks(*(operand(weight, True) for weight in (up, down, *shared[0], *shared[1])))
+    assert fast.way_of(of, torch.float32, tokens) == fast.SORTED
     arguments = (randn(tokens, 48).to(device), up, down, ids, weights, *shared, randn(tokens, 1).to(device))
     target = NATIVE if form == "fp32" else SMALL
     assert relative(fast.moe_shared(*arguments, target=target), reference.moe_shared(*arguments)) < 1e-5

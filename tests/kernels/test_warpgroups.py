@@ -5,10 +5,12 @@ what they are chosen by. The kernels themselves: tests/gpu/check_hopper.py.
 import pytest
 import torch
 
+from shardwise.kernels.hopper import SHARED_KIB
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.warpgroups import Halved, fits, held_steps, shared_bytes
 from shardwise.kernels.moe_block import hopper
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.rank import rank_tiles
 from tests.kernels.weights import make_weight
 
@@ -72,7 +74,7 @@ def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_ti
     for bank, BM, slots in ((up, config.up_BM, config.up_slots), (down, config.down_BM, config.down_slots)):
         if BM:
             assert bank.layout[2] % BM == 0
-            assert shared_bytes(bank.layout, BM, config.BT, slots) <= hopper.SHARED_KIB * 1024
+            assert shared_bytes(bank.layout, BM, config.BT, slots) <= SHARED_KIB * 1024
     assert tokens <= config.BT or config.up_BM  # gates and ups of another kernel are not sorted
 
 
@@ -85,7 +87,8 @@ def test_the_rule_takes_nothing_that_was_not_measured(tokens: int) -> None:
 
 
 def test_pairs_that_another_kernel_left_unsorted_have_a_column_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    banks = [case(2 * 512, 2048, "bf16", True).of, case(2048, 512, "bf16", True).of] * 2
+    up, down = case(2 * 512, 2048, "bf16", True).of, case(2048, 512, "bf16", True).of
+    banks = Banks(up, down, up, down)
     monkeypatch.setattr(hopper, "possible", lambda *_: True)
     monkeypatch.setattr(hopper.tuning, "choice", lambda *_: [8, 0, 0, 64, 4])
     assert hopper.hopper_config(banks, torch.bfloat16, 8, "a GPU") == (8, 0, 0, 64, 4)
@@ -93,10 +96,11 @@ def test_pairs_that_another_kernel_left_unsorted_have_a_column_each(monkeypatch:
 
 
 def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:
-    assert [held_steps(4, slots) for slots in (1, 2, 3, 9)] == [2, 2, 3, 4]
-    assert held_steps(1, 6) == 1
+    four, one = (case(64, columns, "fp8_block", True).of.layout for columns in (512, 128))
+    assert [held_steps(four, slots) for slots in (1, 2, 3, 9)] == [2, 2, 3, 4]
+    assert held_steps(one, 6) == 1
 
 
 def test_nothing_but_a_hopper_card_is_taken() -> None:
     bank = make_weight((4, 128, 256), "fp8_block", 0, "cpu")
-    assert not fits(operand(bank, True), torch.bfloat16)
+    assert not fits(operand(bank, True), torch.bfloat16, 64)

@@ -337,15 +337,15 @@ def fits(of: Operand, x_dtype: torch.dtype, BM: int) -> bool:
     return kind == FP8.value and columns % STEP_BYTES.value == 0 and coarser and not of.layout[FINE_CODE.value]
 
 
-def held_steps(steps: int, slots: int) -> int:
-    """How many of so many steps are held at a time; one alone would have to be read and filled at once."""
-    return min(max(2, slots), steps)
+def held_steps(W: Layout, slots: int) -> int:
+    """How many steps are held at a time, of `slots`; one alone would have to be read and filled at once."""
+    return min(max(2, slots), W[COLUMNS.value] // step_of(W))
 
 
 def shared_bytes(W: Layout, BM: int, BT: int, slots: int) -> int:
     """Shared memory of a program that holds `slots` steps of BM rows and an input of BT tokens."""
     steps = W[COLUMNS.value] // step_of(W)
-    return STEP_BYTES.value * (BM * held_steps(steps, slots) + input_rows(W, BT) * steps) + 12 * BT + 1024
+    return STEP_BYTES.value * (BM * held_steps(W, slots) + input_rows(W, BT) * steps) + 12 * BT + 1024
 
 
 def words(of: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from shardwise.kernels.linear.geometry import Case, banks, case
 from shardwise.kernels.linear.layouts import sum_layout, tokens_layout, values_of
 from shardwise.kernels.linear.tiles import COLUMNS, FP8, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.rank import rank_tiles
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
@@ -256,10 +257,7 @@ def _turns(down: Operand, shared_down: Operand) -> dict[str, int]:
 
 def moe(
     x_TH: torch.Tensor,
-    up: Operand,
-    down: Operand,
-    shared_up: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     ids_Tk: torch.Tensor,
     experts: int,
     gpu: str,
@@ -270,6 +268,7 @@ def moe(
 
     x and ids are contiguous, x in bf16; configs: BT, of gates and ups, and of down, for tuning.
     """
+    up, down, shared_up, shared_down = banks_of
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     BT, up_config, down_config = configs or (
         tokens_tile(tokens, top_k, experts), config_of(up, True, tokens, gpu), config_of(down, False, tokens, gpu)

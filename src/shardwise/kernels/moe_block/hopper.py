@@ -8,7 +8,7 @@ Legend: T tokens of a tile, M rows of weights, H hidden, I intermediate, k exper
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.gluon import all_wait
+from shardwise.kernels.hopper import SHARED_KIB
 from shardwise.kernels.linear.fragments import fragment_coarse
-from shardwise.kernels.linear.geometry import case
-from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8, PLAIN, ROWS, Operand
+from shardwise.kernels.linear.geometry import Case, case
+from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8, KIND, PLAIN, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linear.warpgroups import (
     FLAT,
@@ -44,6 +45,7 @@ from shardwise.kernels.linear.warpgroups import (
     store_inputs,
     words,
 )
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.fragments import token_pairs
 from shardwise.kernels.moe_block.rank import rank_tiles
@@ -51,7 +53,6 @@ from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 16  # up to so many, a tile may have a column for every token, and pairs need no sort
 FEWEST_COLUMNS = 512  # of `down`: of narrower experts nothing was measured
-SHARED_KIB = 227
 
 
 class Hopper(NamedTuple):
@@ -77,38 +78,27 @@ class Chosen(NamedTuple):
 
 
 @gluon.jit
-def _tile_rows(
-    rows_s, to_s, ids, order, tiles, place, most, tokens, UP: gl.constexpr, MATCHED: gl.constexpr, TOP_K: gl.constexpr,
-    KP: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
-    """A tile's expert (-1: nothing to do), and how many tokens it has; where each one's input lies, and where its
-    output goes (-1: nowhere), to shared memory. With MATCHED it has a column for every token, the inputs of UP lie so,
-    too."""
-    if MATCHED:
-        expert = gl.load(ids + place, cache_modifier=".cg")
-        pair_T, mine = token_pairs(ids, place, expert, tokens, TOP_K, KP, BT, WARPS)
-        expert = gl.where(mine, expert, -1)
-        count = tokens
-        if not UP:
-            rows_s.store(pair_T)
-        to_s.store(pair_T)
-    else:
-        # By way of .cg, here and above: `down` reads them before it waits, see down_kernel in stream.py.
-        expert = gl.load(tiles + place, cache_modifier=".cg")
-        first = gl.load(tiles + most + place, cache_modifier=".cg")
-        stop = gl.load(tiles + 2 * most + place, cache_modifier=".cg")
-        first, stop = gl.where(expert < 0, 0, first), gl.where(expert < 0, 0, stop)
-        count = stop - first
-        t_T = gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-        pair_T = gl.load(order + first + t_T, mask=t_T < count, other=-1, cache_modifier=".cg")
-        if UP:
-            rows_s.store(pair_T // TOP_K)
-            to_s.store(gl.where(t_T < count, first + t_T, -1))
-        else:
-            rows_s.store(first + t_T)
-            to_s.store(pair_T)
-    all_wait()
-    return expert, count
+def _memory(W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr):
+    """Of a program: weights, inputs, what their products are to be multiplied by, where each token's input lies, and
+    where its output goes."""
+    a_s, x_s = places(SLOTS, BM, W), places(W[COLUMNS] // step_of(W), input_rows(W, BT), W)
+    back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
+    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    return a_s, x_s, back_s, rows_s, gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+
+
+@gluon.jit
+def _tile_pairs(order, tiles, place, most, BT: gl.constexpr):
+    """Of a tile of sorted pairs: its expert (-1: there is none), the places from the first on, how many there are, and
+    the pairs (-1: none)."""
+    # By way of .cg: `down` reads them before it waits, see down_kernel in stream.py.
+    expert = gl.load(tiles + place, cache_modifier=".cg")
+    first = gl.load(tiles + most + place, cache_modifier=".cg")
+    stop = gl.load(tiles + 2 * most + place, cache_modifier=".cg")
+    first, stop = gl.where(expert < 0, 0, first), gl.where(expert < 0, 0, stop)
+    t_T = gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    pair_T = gl.load(order + first + t_T, mask=t_T < stop - first, other=-1, cache_modifier=".cg")
+    return expert, first + t_T, stop - first, pair_T
 
 
 @gluon.jit
@@ -149,19 +139,18 @@ def _bank(value, fine, expert, W: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens", "most"])
 def hopper_gate_up_kernel(
-    x, back, act, shared_act, ids, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens,
-    most, MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr,
-    WS: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr, READY: gl.constexpr, PDL: gl.constexpr,
+    x, back, act, shared_act, order, tiles, value, fine, coarse, shared_value, shared_fine, shared_coarse, tokens, most,
+    TOP_K: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, WS: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs of the shared expert, then those of every tile. The next kernel may come when the choice is known."""
+    """act[place] = silu(gate) * up: programs of the shared expert, then those of every tile. In FP8 x are rows of e4m3
+    and `back` their factors. The next kernel may come when the choice is known."""
+    READY: gl.constexpr = W[KIND] == FP8
     SHARED: gl.constexpr = WS[ROWS] // BM
     PARTS: gl.constexpr = W[ROWS] // BM
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
-    a_s, x_s = places(SLOTS, BM, W), places(W[COLUMNS] // step_of(W), input_rows(W, BT), W)
-    back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
-    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
-    to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    a_s, x_s, back_s, rows_s, to_s = _memory(W, BM, BT, SLOTS)
     if program < shared:
         i0, first = program % SHARED * (BM // 2), program // SHARED * BT
         scales = load_scales(shared_fine, i0, WS[ROWS] // 2, WS, BM, BT)
@@ -177,14 +166,12 @@ def hopper_gate_up_kernel(
     else:
         after_previous(PDL)
         let_next_come(PDL)
-        if MATCHED:
-            parts = load_inputs(x_s, None, 0, x, back, tokens, W, BT, READY)
-        expert, count = _tile_rows(
-            rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, True, MATCHED, TOP_K, KP, BT
-        )
+        expert, at_T, count, pair_T = _tile_pairs(order, tiles, (program - shared) // PARTS, most, BT)
+        rows_s.store(pair_T // TOP_K)
+        to_s.store(gl.where(pair_T < 0, -1, at_T))
+        all_wait()
         if expert >= 0:
-            if not MATCHED:
-                parts = load_inputs(x_s, rows_s, 0, x, back, count, W, BT, READY)
+            parts = load_inputs(x_s, rows_s, 0, x, back, count, W, BT, READY)
             i0 = (program - shared) % PARTS * (BM // 2)
             value, fine = _bank(value, fine, expert, W)
             scales = load_scales(fine, i0, W[ROWS] // 2, W, BM, BT)
@@ -215,16 +202,14 @@ def hopper_down_kernel(
     MATCHED: gl.constexpr, TOP_K: gl.constexpr, KP: gl.constexpr, BT: gl.constexpr, W: gl.constexpr, WS: gl.constexpr,
     BM: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As above: y[pair] of routed experts, y[pairs + token] of the shared one. The choice is known when it starts."""
+    """As above: y[pair] of routed experts, y[pairs + token] of the shared one. With MATCHED a tile has a column for
+    every token, and act lies by pairs. The choice is known when it starts."""
     let_next_come(PDL)
     SHARED: gl.constexpr = WS[ROWS] // BM
     PARTS: gl.constexpr = W[ROWS] // BM
     shared = SHARED * ((tokens + BT - 1) // BT)
     program = gl.program_id(0)
-    a_s, x_s = places(SLOTS, BM, W), places(W[COLUMNS] // step_of(W), input_rows(W, BT), W)
-    back_s = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
-    rows_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
-    to_s = gl.allocate_shared_memory(gl.int32, [BT], FLAT)
+    a_s, x_s, back_s, rows_s, to_s = _memory(W, BM, BT, SLOTS)
     if program < shared:
         o0 = program % SHARED * BM
         scales = load_scales(shared_fine, o0, 0, WS, BM, BT)
@@ -236,9 +221,17 @@ def hopper_down_kernel(
         _down(a_s, x_s, back_s, to_s, parts, count, y, shared_value, scales, shared_coarse, program * 0, at_M1, o0,
               WS, BM, BT, SLOTS)  # fmt: skip
     else:
-        expert, count = _tile_rows(
-            rows_s, to_s, ids, order, tiles, (program - shared) // PARTS, most, tokens, False, MATCHED, TOP_K, KP, BT
-        )
+        place = (program - shared) // PARTS
+        if MATCHED:
+            expert, count = gl.load(ids + place, cache_modifier=".cg"), tokens
+            pair_T, mine = token_pairs(ids, place, expert, tokens, TOP_K, KP, BT, WARPS)
+            expert = gl.where(mine, expert, -1)
+            rows_s.store(pair_T)
+        else:
+            expert, at_T, count, pair_T = _tile_pairs(order, tiles, place, most, BT)
+            rows_s.store(at_T)
+        to_s.store(pair_T)
+        all_wait()
         if expert >= 0:
             o0 = (program - shared) % PARTS * BM
             value, fine = _bank(value, fine, expert, W)
@@ -251,11 +244,10 @@ def hopper_down_kernel(
             after_previous(PDL)
 
 
-def hopper_config(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: str) -> Hopper | None:
-    """How `tokens` go through banks (gate and up, down, and those of the shared expert) by these kernels, as measured
-    or by rule, if they are to."""
-    found = tuning.choice(gpu, "hopper", [banks_of[0].layout], tokens)
-    config = Hopper(*found) if found else hopper_rule(banks_of[1], tokens)
+def hopper_config(banks_of: Banks, x_dtype: torch.dtype, tokens: int, gpu: str) -> Hopper | None:
+    """How `tokens` go through banks by these kernels, as measured or by rule, if they are to."""
+    found = tuning.choice(gpu, "hopper", [banks_of.up.layout], tokens)
+    config = Hopper(*found) if found else hopper_rule(banks_of.down, tokens)
     if config is None or not (config.up_BM or tokens <= min(config.BT, MATCHED_TOKENS)):
         return None  # what another kernel leaves is not sorted
     return config if possible(banks_of, x_dtype, config) else None
@@ -272,7 +264,7 @@ def hopper_rule(down: Operand, tokens: int) -> Hopper | None:
     return None
 
 
-def possible(banks_of: Sequence[Operand], x_dtype: torch.dtype, config: Hopper) -> bool:
+def possible(banks_of: Banks, x_dtype: torch.dtype, config: Hopper) -> bool:
     """Whether these kernels can do it, on this device."""
     up, down, shared_up, shared_down = banks_of
     alike = up.kind == shared_up.kind == down.kind == shared_down.kind and up.layout[3] == shared_up.layout[3]
@@ -289,89 +281,83 @@ def possible(banks_of: Sequence[Operand], x_dtype: torch.dtype, config: Hopper) 
 
 def moe(
     x_TH: torch.Tensor,
-    up: Operand,
-    down: Operand,
-    shared_up: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     ids_Tk: torch.Tensor,
     experts: int,
     config: Hopper,
     pdl: bool,
 ) -> Outputs:
-    """As fragments.moe: two launches, and a third for a sort where tiles do not have a column for every token."""
-    (tokens, top_k), device, BT = ids_Tk.shape, x_TH.device, config.BT
-    chosen = Chosen(ids_Tk, ids_Tk, ids_Tk, ids_Tk.numel(), tokens <= min(BT, MATCHED_TOKENS))
-    halved = None
-    if not chosen.matched:
-        if up.kind == FP8.value:
-            halves_T2H = torch.empty((tokens, 2, up.layout[3]), dtype=torch.float8_e4m3fn, device=device)
-            halved = Halved(x_TH, halves_T2H, torch.empty(tokens, dtype=torch.float32, device=device))
-        order_M, tiles_3P = rank_tiles(ids_Tk, experts, BT, pdl, halved)
-        chosen = Chosen(ids_Tk, order_M, tiles_3P, tiles_3P.shape[1], False)
+    """As fragments.moe: three launches, for pairs are always sorted."""
+    up, down, shared_up, shared_down = banks_of
+    (tokens, top_k), device, halved = ids_Tk.shape, x_TH.device, None
+    if up.kind == FP8.value:
+        halves_T2H = torch.empty((tokens, 2, up.layout[3]), dtype=torch.float8_e4m3fn, device=device)
+        halved = Halved(x_TH, halves_T2H, torch.empty(tokens, dtype=torch.float32, device=device))
+    order_M, tiles_3P = rank_tiles(ids_Tk, experts, config.BT, pdl, halved)
+    most = tiles_3P.shape[1]
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
-    constexprs = _constants(up, shared_up, chosen, BT, config.up_BM, config.up_slots)
-    programs = triton.cdiv(tokens, BT) * (shared_up.layout[2] // config.up_BM)
-    programs += chosen.most * (up.layout[2] // config.up_BM)
+    programs = triton.cdiv(tokens, config.BT) * (shared_up.layout[2] // config.up_BM)
+    programs += most * (up.layout[2] // config.up_BM)
     hopper_gate_up_kernel[(programs,)](
-        *(halved[1:] if halved else (x_TH, x_TH)), act_MI, shared_act_TI, *chosen[:3], *words(up), *words(shared_up),
-        tokens, chosen.most, **constexprs, READY=bool(halved), num_warps=WARPS.value, **launch(pdl),
+        *(halved[1:] if halved else (x_TH, x_TH)), act_MI, shared_act_TI, order_M, tiles_3P, *words(up),
+        *words(shared_up), tokens, most, **_up_constants(up, shared_up, top_k, config), num_warps=WARPS.value,
+        **launch(pdl),
     )  # fmt: skip
-    return outputs(act_MI, shared_act_TI, down, shared_down, chosen, config, pdl)
+    chosen = Chosen(ids_Tk, order_M, tiles_3P, most, False)
+    return outputs(act_MI, shared_act_TI, banks_of, chosen, config, pdl)
 
 
 def outputs(
     act_MI: torch.Tensor,
     shared_act_TI: torch.Tensor,
-    down: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     chosen: Chosen,
     config: Hopper,
     pdl: bool,
 ) -> Outputs:
     """What experts' gates and ups become, fp32. act: of pairs, or where pairs are sorted, of places."""
+    down, shared_down = banks_of.down, banks_of.shared_down
     (tokens, top_k), hidden = chosen.ids_Tk.shape, down.layout[2]
     y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=act_MI.device)
     programs = (triton.cdiv(tokens, config.BT) + chosen.most) * (hidden // config.down_BM)
     hopper_down_kernel[(programs,)](
         act_MI, shared_act_TI, y_MH, *chosen[:3], *words(down), *words(shared_down), tokens, chosen.most,
-        **_constants(down, shared_down, chosen, config.BT, config.down_BM, config.down_slots), num_warps=WARPS.value,
-        **launch(pdl),
+        **_down_constants(down, shared_down, chosen.matched, top_k, config), num_warps=WARPS.value, **launch(pdl),
     )  # fmt: skip
     return Outputs(y_MH[: tokens * top_k], y_MH[tokens * top_k :])
 
 
-def _constants(of: Operand, shared: Operand, chosen: Chosen, BT: int, BM: int, slots: int) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    top_k = chosen.ids_Tk.shape[1]
+def _up_constants(up: Operand, shared: Operand, top_k: int, config: Hopper) -> dict[str, Any]:
+    """What the kernel is compiled for."""
     return {
-        "MATCHED": chosen.matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": BT, "W": of.layout,
-        "WS": shared.layout, "BM": BM, "SLOTS": held_steps(of.layout[3] // step_of(of.layout), slots),
+        "TOP_K": top_k, "BT": config.BT, "W": up.layout, "WS": shared.layout, "BM": config.up_BM,
+        "SLOTS": held_steps(up.layout, config.up_slots),
+    }  # fmt: skip
+
+
+def _down_constants(down: Operand, shared: Operand, matched: bool, top_k: int, config: Hopper) -> dict[str, Any]:
+    return {
+        "MATCHED": matched, "TOP_K": top_k, "KP": power_of_two(top_k), "BT": config.BT, "W": down.layout,
+        "WS": shared.layout, "BM": config.down_BM, "SLOTS": held_steps(down.layout, config.down_slots),
     }  # fmt: skip
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """The banks of 35B-A3B, by the rule."""
-    types = dict.fromkeys(("ids", "order", "tiles"), "*i32") | dict.fromkeys(("act", "shared_act"), "*bf16")
-    types |= {"y": "*fp32"}
     for kind, tokens in product(("bf16", "fp8_block", "fp8_tensor"), (4, 16, 128)):
         up, down = case(1024, 2048, kind, False, halves=2), case(2048, 512, kind, False)
         config = hopper_rule(down.of, tokens)
-        if not config:
-            continue
-        nothing = torch.empty((tokens, 8), dtype=torch.int32)
-        matched = tokens <= min(config.BT, MATCHED_TOKENS)
-        chosen, ready = Chosen(nothing, nothing, nothing, 0, matched), up.of.kind == FP8.value and not matched
-        for kernel, bank in ((hopper_gate_up_kernel, up), (hopper_down_kernel, down)):
-            of_up = bank is up
-            BM, slots = (config.up_BM, config.up_slots) if of_up else (config.down_BM, config.down_slots)
-            if not BM:
-                continue
-            constexprs = _constants(bank.of, bank.of, chosen, config.BT, BM, slots) | {"PDL": True}
-            own = types | bank.types | ({"value": "*fp8e4nv"} if bank.of.kind else {})
-            own |= {f"shared_{name}": own[name] for name in ("value", "fine", "coarse")}
-            if of_up:
-                constexprs |= {"READY": ready}
-                own |= {"x": "*fp8e4nv", "back": "*fp32"} if ready else {"x": "*bf16", "back": "*bf16"}
-            signed = signature(kernel, constexprs, own)
-            yield CompileCase(kernel, signed, constexprs, WARPS.value, 1, SHARED_KIB * 1024)
+        if config and config.up_BM:
+            yield _case(hopper_gate_up_kernel, up, _up_constants(up.of, up.of, 8, config))
+        if config:
+            yield _case(hopper_down_kernel, down, _down_constants(down.of, down.of, not config.up_BM, 8, config))
+
+
+def _case(kernel: Any, bank: Case, constexprs: dict[str, Any]) -> CompileCase:
+    types = dict.fromkeys(("ids", "order", "tiles"), "*i32") | dict.fromkeys(("act", "shared_act"), "*bf16")
+    types |= {"x": "*fp8e4nv", "back": "*fp32"} if bank.of.kind else {"x": "*bf16", "back": "*bf16"}
+    types |= bank.types | {"y": "*fp32"} | ({"value": "*fp8e4nv"} if bank.of.kind else {})
+    types |= {f"shared_{name}": types[name] for name in ("value", "fine", "coarse")}
+    constexprs = constexprs | {"PDL": True}
+    return CompileCase(kernel, signature(kernel, constexprs, types), constexprs, WARPS.value, 1, SHARED_KIB * 1024)

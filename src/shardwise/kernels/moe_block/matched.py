@@ -20,6 +20,7 @@ from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, ask_for_rows, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
 from shardwise.kernels.moe_block import hopper
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
@@ -163,10 +164,7 @@ def _down_constants(down: Operand, shared: Operand, tokens: int, top_k: int, con
 
 def moe(
     x_TH: torch.Tensor,
-    up: Operand,
-    down: Operand,
-    shared_up: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     ids_Tk: torch.Tensor,
     configs: tuple[Matched, Matched | hopper.Hopper],
     pdl: bool,
@@ -175,6 +173,7 @@ def moe(
 
     x and ids are contiguous; configs: of gates and ups, and of down.
     """
+    up, down, shared_up, shared_down = banks_of
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
@@ -188,7 +187,7 @@ def moe(
     )  # fmt: skip
     if isinstance(down_config, hopper.Hopper):
         chosen = hopper.Chosen(ids_Tk, ids_Tk, ids_Tk, ids_Tk.numel(), True)
-        return hopper.outputs(act_MI, shared_act_TI, down, shared_down, chosen, down_config, pdl)
+        return hopper.outputs(act_MI, shared_act_TI, banks_of, chosen, down_config, pdl)
     y_MH = torch.empty((tokens * (top_k + 1), hidden), dtype=torch.float32, device=device)
     constexprs = _down_constants(down, shared_down, tokens, top_k, down_config)
     programs = triton.cdiv(hidden, constexprs["BOS"]) + tokens * top_k * triton.cdiv(hidden, constexprs["BO"])

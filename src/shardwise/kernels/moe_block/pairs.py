@@ -19,6 +19,7 @@ from shardwise.kernels.linear.geometry import Case, banks, per_card
 from shardwise.kernels.linear.tiles import COARSE, ROWS, Operand, Target
 from shardwise.kernels.linear.triton import step_of
 from shardwise.kernels.moe.grouped import Grouped, grouped_config, grouped_configs
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import Outputs
 from shardwise.kernels.moe_block.matched import down_tile, gated_tile
 from shardwise.kernels.moe_block.rank import rank_tiles
@@ -114,10 +115,7 @@ def _down_constants(down: Operand, shared: Operand, config: Grouped) -> dict[str
 
 def moe(
     x_TH: torch.Tensor,
-    up: Operand,
-    down: Operand,
-    shared_up: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     ids_Tk: torch.Tensor,
     experts: int,
     target: Target,
@@ -127,6 +125,7 @@ def moe(
 
     x and ids are contiguous.
     """
+    up, down, shared_up, shared_down = banks_of
     (tokens, top_k), hidden, device, count = ids_Tk.shape, down.layout[2], x_TH.device, ids_Tk.numel()
     BT, up_config, config = grouped_configs(up, down, tokens, count / experts, target, x_TH.element_size())
     order_M, tiles_3P = rank_tiles(ids_Tk, experts, BT, pdl)

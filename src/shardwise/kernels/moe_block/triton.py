@@ -21,6 +21,7 @@ from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
 from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs, rank
+from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
 from shardwise.kernels.norm.reference import summed
@@ -137,24 +138,12 @@ def _block(
     """The weighted sum, or what is to be summed."""
     whole = all(size for weight in (gate_up, down, *shared_gate_up, *shared_down) for size in weight.shape)
     tokens = x_TH.shape[0]
-    way, banks_of = APART, list[Operand]()
     if tokens and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
-        banks_of = [operand(weight, target.native_fp8) for weight in (gate_up, down, shared_gate_up[0], *shared_down)]
-        way = way_of(banks_of, x_TH.dtype, tokens, target.name)
-    if way != APART:
-        unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
-        x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
-        hopper_config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
-        if hopper_config is not None and hopper_config.up_BM:
-            return hopper.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], hopper_config, pdl)
-        if way == FRAGMENTS:
-            return fragments.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target.name, pdl)
-        if way == STREAMED:
-            return _stream(x_TH, *banks_of, ids_Tk, weights_Tk, gate_T1, target.name, pdl)
-        if way == SORTED:
-            return pairs.moe(x_TH, *banks_of, ids_Tk, gate_up.shape[0], target, pdl)
-        configs = [matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2]]
-        return matched.moe(x_TH, *banks_of, ids_Tk, (configs[0], hopper_config or configs[1]), pdl)
+        weights = gate_up, down, *shared_gate_up, *shared_down
+        banks_of = Banks(*(operand(weight, target.native_fp8) for weight in weights))
+        found = _together(x_TH, banks_of, ids_Tk, weights_Tk, gate_T1, gate_up.shape[0], target, pdl)
+        if found is not None:
+            return found
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
     both_T2I = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32], target=target, pdl=pdl)
@@ -169,10 +158,40 @@ def _block(
     return routed_TH
 
 
-def way_of(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: str = "") -> int:
-    """How `tokens` go through banks (gate and up, down, and those of the shared expert): as measured, or by rule."""
-    kind = banks_of[0].kind
-    found = tuning.choice(gpu, "experts", [banks_of[0].layout], tokens) if tokens > 1 else None
+def _together(
+    x_TH: torch.Tensor,
+    banks_of: Banks,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_T1: torch.Tensor,
+    experts: int,
+    target: Target,
+    pdl: bool,
+) -> torch.Tensor | combine.Outputs | None:
+    """The same by launches that the shared expert has part in, if there are to be such."""
+    tokens = x_TH.shape[0]
+    way = way_of(banks_of, x_TH.dtype, tokens, target.name)
+    if way == APART:
+        return None
+    unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
+    x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
+    config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
+    if config is not None and config.up_BM:
+        return hopper.moe(x_TH, banks_of, ids_Tk, experts, config, pdl)
+    if way == FRAGMENTS:
+        return fragments.moe(x_TH, banks_of, ids_Tk, experts, target.name, pdl)
+    if way == STREAMED:
+        return _stream(x_TH, banks_of, ids_Tk, weights_Tk, gate_T1, target.name, pdl)
+    if way == SORTED:
+        return pairs.moe(x_TH, banks_of, ids_Tk, experts, target, pdl)
+    up, down = (matched.matched_config(of, tokens, target, x_TH.element_size()) for of in banks_of[:2])
+    return matched.moe(x_TH, banks_of, ids_Tk, (up, config or down), pdl)
+
+
+def way_of(banks_of: Banks, x_dtype: torch.dtype, tokens: int, gpu: str = "") -> int:
+    """How `tokens` go through banks: as measured, or by rule."""
+    kind = banks_of.up.kind
+    found = tuning.choice(gpu, "experts", [banks_of.up.layout], tokens) if tokens > 1 else None
     few, most = FRAGMENT_TOKENS.get(kind, (1, 0))
     if found and (found[0] != FRAGMENTS or all(fits(of, x_dtype) for of in banks_of)):
         return found[0]
@@ -187,10 +206,7 @@ def way_of(banks_of: Sequence[Operand], x_dtype: torch.dtype, tokens: int, gpu: 
 
 def _stream(
     x_TH: torch.Tensor,
-    up: Operand,
-    down: Operand,
-    shared_up: Operand,
-    shared_down: Operand,
+    banks_of: Banks,
     ids_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
     gate_T1: torch.Tensor,
@@ -198,6 +214,7 @@ def _stream(
     pdl: bool,
 ) -> torch.Tensor:
     """Two launches: gates and ups of all experts, then their weighted sum."""
+    up, down, shared_up, shared_down = banks_of
     (tokens, top_k), hidden, device = ids_Tk.shape, down.layout[2], x_TH.device
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
