@@ -272,7 +272,7 @@ def test_what_is_asked_for_early(device, monkeypatch):
     """Plain weights in whole tiles, neighbours if they are two, with few rows behind them at most, and no more tokens
     than were measured."""
     monkeypatch.setattr(resident, "fits", lambda of, dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(resident, "is_hopper", lambda _: True)
     config = resident.Resident(32, 16, 8, 3, 6, 0)
 
     def possible(shapes, forms=("bf16",) * 3, apart=False, tokens=16, kinds=(torch.bfloat16,) * 2 + (torch.float32,)):
@@ -297,5 +297,5 @@ def test_what_is_asked_for_early(device, monkeypatch):
     assert not possible([(96, 576)])  # no whole steps
     assert not possible(inputs, tokens=17)
     assert not possible(inputs, tokens=1)  # streamed past its norm
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr(resident, "is_hopper", lambda _: False)
     assert not possible(inputs)

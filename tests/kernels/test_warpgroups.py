@@ -5,7 +5,7 @@ what they are chosen by. The kernels themselves: tests/gpu/check_hopper.py.
 import pytest
 import torch
 
-from shardwise.kernels.hopper import SHARED_KIB
+from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.warpgroups import Halved, fits, held_steps, shared_bytes
@@ -101,6 +101,13 @@ def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:
     assert held_steps(one, 6) == 1
 
 
-def test_nothing_but_a_hopper_card_is_taken() -> None:
+def test_nothing_but_a_hopper_card_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     bank = make_weight((4, 128, 256), "fp8_block", 0, "cpu")
     assert not fits(operand(bank, True), torch.bfloat16, 64)
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert is_hopper(torch.device("cuda")) == (capability == (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert not is_hopper(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not is_hopper(torch.device("cuda"))
