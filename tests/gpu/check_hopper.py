@@ -15,22 +15,60 @@ from pathlib import Path
 
 import torch
 
+from shardwise.kernels.conv.reference import causal_conv
 from shardwise.kernels.linear.tiles import operand
+from shardwise.kernels.linears import hopper as linears
+from shardwise.kernels.linears import reference
+from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import hopper as experts
-from shardwise.kernels.moe_block import matched
+from shardwise.kernels.moe_block import matched, persistent
 from shardwise.kernels.moe_block import reference as block
 from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import combine
-from tests.gpu.check_fragments import DEVICE, found, judge, poison
+from tests.gpu.check_fragments import DEVICE, TAPS, found, judge, poison
+from tests.kernels.sequences import make_sequences
 from tests.kernels.weights import make_weight
 
 FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor")
 EXPERTS, TOP_K = 20, 8
 
 
-def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, apart: float = 1.0) -> None:
-    """All of a block, or, where gates and ups go by another kernel, with that one. apart: factor of some values."""
+def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config: linears.Rows) -> None:
+    """One weight, or two with a convolution and a plain one of few rows."""
+    weights = [make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes)]
+    weights += [make_weight((24, shapes[0][1]), "bf16", 9, DEVICE)] if len(shapes) > 1 else []
+    x_TH = torch.randn(tokens, shapes[0][1], device=DEVICE).bfloat16()
+    of, channels, parts = [operand(weight, True) for weight in weights], shapes[0][0], config.parts > 1
+    dtypes = [torch.float32 if parts or n == 2 else torch.bfloat16 for n in range(len(weights))]
+    what = f"linears {form} {shapes} T={tokens} {config}"
+    assert linears.possible(of, x_TH, config), what
+    taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()
+    state_RCW = torch.randn(tokens + 2, channels, TAPS - 1, device=DEVICE).bfloat16()
+    seqs = make_sequences([5 * (n % 3) for n in range(tokens)], [1] * tokens, 16, torch.device(DEVICE))
+    wanted_state = state_RCW.clone()
+    want = reference.linears(x_TH.float(), weights, [torch.float32] * len(weights))
+    if len(shapes) > 1:
+        want[0] = causal_conv(want[0].bfloat16(), taps_CW, wanted_state, seqs)
+    for pdl in (False, True):
+        poison()
+        mine = state_RCW.clone()
+        how = Conv(taps_CW, mine, seqs) if len(shapes) > 1 else None
+        got = linears.hopper_linears(x_TH, of, dtypes, how, config, pdl)
+        for n, (a, b) in enumerate(zip(got, want, strict=True)):
+            judge(f"{what}[{n}] pdl={pdl}", a.sum(0) if parts else a, b)
+        if how is not None:
+            judge(f"state of {what} pdl={pdl}", mine, wanted_state)
+
+
+Config = experts.Hopper | persistent.Persistent
+
+
+def check_experts(
+    form: str, width: int, tokens: int, config: Config, apart: float = 1.0, alike: bool = False, top_k: int = TOP_K
+) -> None:
+    """All of a block, or, where gates and ups go by another kernel, with that one. apart: factor of some values; alike:
+    all tokens choose the same experts."""
     hidden = 1024
     shapes = (EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width), (2 * width, hidden), (hidden, width)
     up, down, shared_up, shared_down = (make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes))
@@ -38,16 +76,20 @@ def check_experts(form: str, width: int, tokens: int, config: experts.Hopper, ap
     x_TH[:, 7] *= apart
     gate_T1, logits_TE = torch.randn(tokens, 1, device=DEVICE), torch.randn(tokens, EXPERTS, device=DEVICE)
     logits_TE[:, 1] += 2 * (tokens > 8)  # some experts are liked by more tokens than a tile has
-    shares_Tk, ids_Tk = route(logits_TE, TOP_K)
+    shares_Tk, ids_Tk = route(logits_TE[:1].expand(tokens, -1) if alike else logits_TE, top_k)
     of = Banks(*(operand(weight, True) for weight in (up, down, shared_up, shared_down)))
     what = f"experts {form} {width} wide, T={tokens} {config} apart {apart}"
-    assert experts.possible(of, x_TH.dtype, config), what
+    held = isinstance(config, persistent.Persistent)
+    assert (persistent if held else experts).possible(of, x_TH.dtype, config), what  # pyright: ignore[reportArgumentType]
     banks = up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1
     want = block.moe_shared(x_TH.float(), *banks)
     assert isinstance(want, torch.Tensor)
     for pdl in (False, True):
         poison()
-        if config.up_BM:
+        if isinstance(config, persistent.Persistent):
+            got = persistent.moe(x_TH, of, ids_Tk, config, pdl)
+            assert not persistent._counter(x_TH.device).item(), what
+        elif config.up_BM:
             got = experts.moe(x_TH, of, ids_Tk, EXPERTS, config, pdl)
         else:
             configs = matched.Matched(64, 64, 4, 3), config
@@ -71,11 +113,50 @@ def check_not_finite(form: str, tokens: int, config: experts.Hopper) -> None:
         sys.stdout.write(f"WRONG not finite {form} {config}: {wrong_T.sum(1).tolist()}\n")
 
 
+def check_chosen_twice(form: str, config: persistent.Persistent) -> None:
+    """A first token of NaN, which chooses one expert again and again, leaves the others' outputs alone."""
+    width, hidden, tokens = 256, 1024, 4
+    shapes = (EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width), (2 * width, hidden), (hidden, width)
+    up, down, shared_up, shared_down = (make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes))
+    of = Banks(*(operand(weight, True) for weight in (up, down, shared_up, shared_down)))
+    x_TH, gate_T1 = torch.randn(tokens, hidden, device=DEVICE).bfloat16(), torch.randn(tokens, 1, device=DEVICE)
+    logits_TE = torch.randn(tokens, EXPERTS, device=DEVICE)
+    x_TH[0], logits_TE[0] = float("nan"), float("nan")
+    shares_Tk, ids_Tk = route(logits_TE, TOP_K)
+    assert len(set(ids_Tk[0].tolist())) < TOP_K, "the case has gone: logits that are NaN choose different experts"
+    want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
+    assert isinstance(want, torch.Tensor)
+    for _ in range(2):
+        poison()
+        got = combine(persistent.moe(x_TH, of, ids_Tk, config, False), ids_Tk, shares_Tk, gate_T1, False)
+        judge(f"chosen twice {form} {config}", got[1:], want[1:])
+        assert not got[0].isfinite().any()
+        assert not persistent._counter(x_TH.device).item()
+
+
+def check_persistent(form: str) -> None:
+    columns = 4 if form != "bf16" else 8
+    for tokens in range(1, 5):
+        check_experts(form, 256, tokens, persistent.Persistent(columns, 64, 8, 1, 128, 2))
+    check_experts(form, 128, 4, persistent.Persistent(columns, 64, 4, 2, 64, 2), alike=True)
+    check_experts(form, 128, 3, persistent.Persistent(columns, 128, 4, 1, 64, 4), apart=1e4)
+    check_experts(form, 256, 7, persistent.Persistent(8, 64, 4, 1, 128, 2), top_k=6)
+    check_chosen_twice(form, persistent.Persistent(columns, 64, 8, 1, 128, 2))
+    check_chosen_twice(form, persistent.Persistent(columns, 64, 4, 2, 128, 2))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="*", default=FORMATS, help="one process each compiles side by side")
     torch.manual_seed(0)
     for form in parser.parse_args().formats:
+        check_persistent(form)
+        if form != "bf16":
+            for tokens, rows in ((1, linears.Rows(4, 1, 6)), (3, linears.Rows(4, 1, 2)), (7, linears.Rows(8, 1, 3))):
+                check_linears(form, [(256, 1024)], tokens, rows)
+                check_linears(form, [(256, 1024), (128, 1024)], tokens, rows)
+            check_linears(form, [(256, 2048)], 4, linears.Rows(4, 2, 8))
+            check_linears(form, [(128, 4096)], 2, linears.Rows(4, 4, 2))
         for width in (256, 128):
             check_experts(form, width, 1, experts.Hopper(8, 64, 6, 64, 8))
             check_experts(form, width, 4, experts.Hopper(8, 128, 3, 128, 2))

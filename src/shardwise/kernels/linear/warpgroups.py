@@ -77,24 +77,25 @@ def input_rows(W, BT):
 
 
 @constexpr_function
-def _element(W):
+def element(W):
     return gl.float8e4nv if W[KIND.value] == FP8.value else gl.bfloat16
 
 
 @constexpr_function
-def _place_layout(W):
+def place_layout(W):
     return gl.NVMMASharedLayout(swizzle_byte_width=STEP_BYTES.value, element_bitwidth=_bits(W), rank=2)
 
 
 @constexpr_function
-def _copy_layout(W):
+def copy_layout(W):
     """16 bytes a thread, 128 of a row."""
     return gl.BlockedLayout([1, 128 // _bits(W)], [4, 8], [WARPS.value, 1], [1, 0])
 
 
 @constexpr_function
-def _sums_layout(W, BT):
-    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, input_rows(W, BT), 256 // _bits(W)])
+def sums_layout(W, N):
+    """Of products with N rows of an input."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, N, 256 // _bits(W)])
 
 
 @constexpr_function
@@ -139,35 +140,49 @@ def places(COUNT: gl.constexpr, SIZE: gl.constexpr, W: gl.constexpr):
     """Places for steps of SIZE rows, each by itself: of parts of one the compiler does not know that they are apart."""
     found = ()
     for _ in gl.static_range(COUNT):
-        found = found + (gl.allocate_shared_memory(_element(W), [SIZE, step_of(W)], _place_layout(W)),)  # noqa: RUF005
+        found = found + (gl.allocate_shared_memory(element(W), [SIZE, step_of(W)], place_layout(W)),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def _tile_row(r_M, o0, SECOND: gl.constexpr):
-    """Which row of the weight row r of a tile is: gates and ups (SECOND: how far apart they are; 0: one weight) by
-    turns of eight, so that a thread has both."""
+def tile_rows(r_M, o0, SECOND: gl.constexpr, SPLIT: gl.constexpr):
+    """Which row of the weight row r of a tile is, and which half of its columns it has. Gates and ups (SECOND: how far
+    apart they are), or halves of a row (SPLIT: 2), go by turns of eight, so that a thread has both."""
+    row_M, half_M = o0 + r_M, r_M * 0
+    if SECOND or SPLIT == 2:
+        row_M, half_M = o0 + r_M // 16 * 8 + r_M % 8, r_M // 8 % 2
     if SECOND:
-        r_M = r_M // 16 * 8 + r_M % 8 + SECOND * (r_M // 8 % 2)
-    return o0 + r_M
+        row_M, half_M = row_M + SECOND * half_M, r_M * 0
+    return row_M, half_M
 
 
 @gluon.jit
 def _ask(place, value, at_M1, c, W: gl.constexpr):
     """A step of a tile on its way, as one group of copies."""
-    k_K = c * step_of(W) + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, _copy_layout(W)))
+    k_K = c * step_of(W) + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, copy_layout(W)))
     copy_to_shared(place, value + (at_M1 + gl.expand_dims(k_K, 0)))
     async_copy.commit_group()
 
 
 @gluon.jit
-def ask_first(a_s, value, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr):
-    """As many steps of a tile as are held, on their way -> where its rows begin."""
-    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, _copy_layout(W)))
-    at_M1 = gl.expand_dims(_tile_row(r_M, o0, SECOND) * W[COLUMNS], 1)
+def ask_first(
+    a_s, value, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SLOTS: gl.constexpr, k0=0,
+    SPAN: gl.constexpr = 0, SPLIT: gl.constexpr = 1,
+):  # fmt: skip
+    """As many steps of a tile as are held, on their way -> where its rows begin. Here and below: SPAN columns from k0
+    on (0: all), each row in SPLIT parts, as tile_rows has them."""
+    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, copy_layout(W)))
+    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
+    at_M1 = gl.expand_dims(row_M * W[COLUMNS] + k0 + half_M * (SPAN // 2), 1)
     for c in gl.static_range(SLOTS):
         _ask(a_s[c], value, at_M1, c, W)
     return at_M1
+
+
+@constexpr_function
+def _steps(W, SPAN, SPLIT=1):
+    """Of a tile."""
+    return (SPAN or W[COLUMNS.value]) // SPLIT // step_of(W)
 
 
 @constexpr_function
@@ -211,7 +226,10 @@ def _copy_halves(x_s, rows_s, first, halves, back, count, W: gl.constexpr, BT: g
 
 
 @gluon.jit
-def load_inputs(x_s, rows_s, first, x, back, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr):
+def load_inputs(
+    x_s, rows_s, first, x, back, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr, k0=0,
+    SPAN: gl.constexpr = 0,
+):  # fmt: skip
     """`count` of BT tokens, whose rows of x are in rows_s (-1: none; None: those from `first` on), for store_inputs.
     READY: x are rows of e4m3 and `back` their factors, see `halve`; they go to shared memory at once.
 
@@ -219,14 +237,14 @@ def load_inputs(x_s, rows_s, first, x, back, count, W: gl.constexpr, BT: gl.cons
     """
     GROUP: gl.constexpr = _groups(W, BT)[0]
     GROUPS: gl.constexpr = _groups(W, BT)[1]
-    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
+    STEPS: gl.constexpr = _steps(W, SPAN)
     found = ()
     if READY:
         found = _copy_halves(x_s, rows_s, first, x, back, count, W, BT)
     else:
         THREADS: gl.constexpr = [1, 32] if W[KIND] == FP8 else [2, 16]  # FP8: a token a warp
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], THREADS, [WARPS, 1], [1, 0])
-        k_K = gl.arange(0, step_of(W), layout=gl.SliceLayout(0, LAYOUT))
+        k_K = k0 + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, LAYOUT))
         for g in gl.static_range(GROUPS):
             row_T, ok_T = _token_rows(rows_s, first, count, g, GROUP, gl.SliceLayout(1, LAYOUT))
             at_TK = gl.expand_dims(row_T * W[COLUMNS], 1) + gl.expand_dims(k_K, 0)
@@ -254,12 +272,15 @@ def _halved(x_TK, forth_T):
 
 
 @gluon.jit
-def store_inputs(x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr):
+def store_inputs(
+    x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, READY: gl.constexpr, SPAN: gl.constexpr = 0,
+    SPLIT: gl.constexpr = 1,
+):  # fmt: skip
     """What load_inputs found as rows that may be multiplied, and what their products are to be multiplied by; products
-    of tokens that are not there mean nothing."""
+    of tokens that are not there mean nothing. Inputs of the second halves of rows lie behind those of the first."""
     GROUP: gl.constexpr = _groups(W, BT)[0]
     GROUPS: gl.constexpr = _groups(W, BT)[1]
-    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
+    STEPS: gl.constexpr = _steps(W, SPAN)
     for g in gl.static_range(GROUPS):
         if READY:
             back_s.slice(g * GROUP, GROUP).store(parts[g])
@@ -271,30 +292,36 @@ def store_inputs(x_s, back_s, parts, count, W: gl.constexpr, BT: gl.constexpr, R
                 part = parts[g * STEPS + c]
                 if W[KIND] == FP8:
                     part = _halved(part, forth_T)
-                x_s[c].slice(g * WHOLE, WHOLE, 0).store(part)
+                half_s = x_s[c % _steps(W, SPAN, SPLIT)]
+                half_s.slice(c // _steps(W, SPAN, SPLIT) * input_rows(W, BT) + g * WHOLE, WHOLE, 0).store(part)
 
 
 @gluon.jit
-def load_scales(fine, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr):
+def load_scales(
+    fine, o0, SECOND: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, k0=0, SPAN: gl.constexpr = 0,
+    SPLIT: gl.constexpr = 1,
+):  # fmt: skip
     """Fine scales of a tile, a step each, for `products`; before its weights are asked for, behind which they would
     wait."""
-    STEPS: gl.constexpr = W[COLUMNS] // step_of(W) if W[FINE] else 0
-    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, _sums_layout(W, BT)))
+    STEPS: gl.constexpr = _steps(W, SPAN, SPLIT) if W[FINE] else 0
+    r_M = gl.arange(0, BM, layout=gl.SliceLayout(1, sums_layout(W, input_rows(W, BT) * SPLIT)))
+    row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
     scales = ()
     for c in gl.static_range(STEPS):
-        at_M = _tile_row(r_M, o0, SECOND) // W[FINE_O] * W[FINE_COLUMNS] + c * step_of(W) // W[FINE]
-        scales = scales + (gl.load(fine + at_M),)  # noqa: RUF005
+        k_M = k0 + half_M * (SPAN // 2) + c * step_of(W)
+        scales = scales + (gl.load(fine + (row_M // W[FINE_O] * W[FINE_COLUMNS] + k_M // W[FINE])),)  # noqa: RUF005
     return scales
 
 
 @gluon.jit
 def products(
-    a_s, x_s, back_s, value, scales, at_M1, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr
-):
-    """weight[tile] @ x.T -> [M, T] fp32, without coarse scales, in a layout of its own."""
-    N: gl.constexpr = input_rows(W, BT)
-    STEPS: gl.constexpr = W[COLUMNS] // step_of(W)
-    acc = gl.zeros((BM, N), gl.float32, layout=_sums_layout(W, BT))
+    a_s, x_s, back_s, value, scales, at_M1, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, SLOTS: gl.constexpr,
+    SPAN: gl.constexpr = 0, SPLIT: gl.constexpr = 1,
+):  # fmt: skip
+    """weight[tile] @ x.T -> [M / SPLIT, T] fp32, without coarse scales, in a layout of its own."""
+    N: gl.constexpr = input_rows(W, BT) * SPLIT
+    STEPS: gl.constexpr = _steps(W, SPAN, SPLIT)
+    acc = gl.zeros((BM, N), gl.float32, layout=sums_layout(W, N))
     zeros = acc
     for c in gl.static_range(STEPS):
         async_copy.wait_group(_under_way(c, SLOTS, STEPS))  # of all threads
@@ -317,13 +344,25 @@ def products(
         else:
             acc += part
     if W[KIND] == FP8:
-        high, low = gl.split(gl.reshape(acc, (BM, BT, 2)))
+        if SPLIT == 2:
+            acc = _halves(acc, BM, 2 * BT)
+        high, low = gl.split(gl.reshape(acc, (BM // SPLIT, BT, 2)))
         y_MT = high + low * 0.0625
         y_MT *= gl.expand_dims(back_s.load(gl.SliceLayout(0, y_MT.type.layout)), 0)
     else:
         gl.static_assert(BT == N, "a row a token")
         y_MT = acc
     return y_MT
+
+
+@gluon.jit
+def _halves(acc, BM: gl.constexpr, N: gl.constexpr):
+    """The sums [M / 2, N] of rows in two halves: of each half's products [M, 2 N], those with its own inputs."""
+    parts = gl.permute(gl.reshape(acc, (BM // 16, 2, 8, 2, N)), (0, 2, 3, 4, 1))
+    first, second = gl.split(parts)
+    first, _ = gl.split(gl.permute(first, (0, 1, 3, 2)))
+    _, second = gl.split(gl.permute(second, (0, 1, 3, 2)))
+    return gl.reshape(first + second, (BM // 2, N))
 
 
 def fits(of: Operand, x_dtype: torch.dtype, BM: int) -> bool:
@@ -337,9 +376,10 @@ def fits(of: Operand, x_dtype: torch.dtype, BM: int) -> bool:
     return kind == FP8.value and columns % STEP_BYTES.value == 0 and coarser and not of.layout[FINE_CODE.value]
 
 
-def held_steps(W: Layout, slots: int) -> int:
-    """How many steps are held at a time, of `slots`; one alone would have to be read and filled at once."""
-    return min(max(2, slots), W[COLUMNS.value] // step_of(W))
+def held_steps(W: Layout, slots: int, parts: int = 1) -> int:
+    """How many steps of a tile are held at a time, of `slots`; one alone would have to be read and filled at once.
+    parts: into which a row's columns are cut."""
+    return min(max(2, slots), W[COLUMNS.value] // parts // step_of(W))
 
 
 def shared_bytes(W: Layout, BM: int, BT: int, slots: int) -> int:

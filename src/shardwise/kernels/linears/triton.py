@@ -21,7 +21,7 @@ from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import HEADS, Case, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
-from shardwise.kernels.linears import fragments, held, resident
+from shardwise.kernels.linears import fragments, held, hopper, resident
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
 from shardwise.kernels.linears.neighbours import product
 from shardwise.kernels.linears.reference import Conv
@@ -124,9 +124,9 @@ def linear_parts(x_TI: torch.Tensor, weight: Weight, target: Target | None = Non
         config = held.held_config(of, x_TI)
         if config is not None:
             return held.held_linear(x_TI.contiguous(), of, config, pdl)
-    joined = _joined(x_TI, [weight], [torch.float32], None, target, pdl)
+    joined = _joined(x_TI, [weight], [torch.float32], None, target, pdl, parts=True)
     if joined is not None:
-        return joined[0][None]
+        return joined[0] if joined[0].dim() == 3 else joined[0][None]
     return linear(x_TI, weight, torch.float32, target, _streamed(x_TI, weight, target), pdl, whole=False)
 
 
@@ -137,14 +137,19 @@ def _joined(
     conv: Conv | None,
     target: Target,
     pdl: bool,
+    parts: bool = False,
 ) -> list[torch.Tensor] | None:
-    """All in one launch, where one of our kernels is to do it; tiles of many tokens without a convolution only."""
+    """All in one launch, where one of our kernels is to do it; tiles of many tokens without a convolution only. parts:
+    whether it may be parts of the sum, [S, T, O]."""
     tokens = x_TH.shape[0]
     if not _joinable(weights, conv, tokens):
         return None
     if tokens == 1 and (pdl or len(weights) > 1):
         return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
     operands = [operand(weight, target.native_fp8) for weight in weights]
+    by_rows = hopper.rows_config(operands, x_TH, target.name)
+    if by_rows is not None and (by_rows.parts == 1 or parts):
+        return hopper.hopper_linears(x_TH.contiguous(), operands, dtypes, conv, by_rows, pdl)
     early = resident.resident_config(operands, weights, x_TH, dtypes, target)
     if early is not None:
         return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
@@ -337,6 +342,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     if not native_fp8:
         yield from held.compile_cases()
         yield from resident.compile_cases()
+        yield from hopper.compile_cases()
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("fp8_block", "nvfp4"):

@@ -20,7 +20,7 @@ from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
-from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs, rank
+from shardwise.kernels.moe_block import combine, fragments, hopper, matched, pairs, persistent, rank
 from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.reference import Routed, Then
 from shardwise.kernels.moe_block.stream import down_kernel, gate_up_kernel, gated_add_kernel, norm_route_kernel
@@ -175,6 +175,9 @@ def _together(
         return None
     unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
     x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
+    held = persistent.persistent_config(banks_of, x_TH.dtype, tokens, target.name)
+    if held is not None:
+        return persistent.moe(x_TH, banks_of, ids_Tk, held, pdl)
     config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
     if config is not None and config.up_BM:
         return hopper.moe(x_TH, banks_of, ids_Tk, experts, config, pdl)
@@ -285,5 +288,6 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
     if not native_fp8:
         yield from fragments.compile_cases()
         yield from hopper.compile_cases()
+        yield from persistent.compile_cases()
     constexprs = {"BLOCK": GATED_ADD_BLOCK}
     yield CompileCase(gated_add_kernel, signature(gated_add_kernel, constexprs, types), constexprs, 4, 1)
