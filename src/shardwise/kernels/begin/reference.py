@@ -27,8 +27,8 @@ class Handover:
 
     @classmethod
     def empty(cls, turns: int, words: int, device: torch.device) -> "Handover":
-        """Of zeros. Some more words, so that each turn's are aligned as kernels are compiled for."""
-        words = -(-words // 16) * 16
+        """Of zeros; with some more words, so that no line of 128 bytes has those of two turns."""
+        words = -(-words // 32) * 32
         host_KX = torch.zeros((turns, words), dtype=torch.int32, pin_memory=device.type == "cuda")
         words_X, next_1 = (torch.zeros(count, dtype=torch.int32, device=device) for count in (words, 1))
         return cls(host_KX, words_X, next_1)

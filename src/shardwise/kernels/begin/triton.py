@@ -45,8 +45,8 @@ def _angles(
     positions, axis_stride, inverse, axis, cos, sin, first, tokens, scaling, HALF: tl.constexpr, BR: tl.constexpr,
     BA: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines of some tokens. Those of libdevice and ocml, which tl.cos and tl.sin are, reduce angles of any
-    size exactly: an ulp or two off, as torch's, which are the same."""
+    """Cosines and sines of some tokens. tl.cos and tl.sin of fp32 are those of libdevice (by Triton 3.6 and 3.9; not
+    cos.approx) and of ocml: they reduce angles of any size without loss, and so are torch's to the bit or nearly."""
     t_A, r_R = first + tl.arange(0, BA), tl.arange(0, BR)
     live_AR = (t_A < tokens)[:, None] & (r_R < HALF)[None, :]
     axis_R = tl.load(axis + r_R, mask=r_R < HALF, other=0)
@@ -101,7 +101,7 @@ def begin_kernel(
         x_X = copies * BX + tl.arange(0, BX)
         tl.store(words + x_X, tl.load(host + at + x_X, mask=x_X < turn_stride), mask=x_X < turn_stride)
         tl.debug_barrier()
-        # A program that is done need not have its words in memory: by this they are there before it is.
+        # What a program stored may be under way when it is done and the next kernel starts; not with a release behind.
         came = tl.atomic_add(turn, 1, sem="acq_rel", scope="gpu")
     if TURNS:
         _move_on(turn, came, TURNS, MOST)
