@@ -151,12 +151,11 @@ class Launched(DecodeGraphs):
         size = next(size for size in self.sizes if size >= len(chunks))
         length = next(length for length in self.lengths if length >= longest)
         inputs = Inputs.empty(size, length, self.tables.page_tokens, self.ctx.device)
-        turns = Turns(inputs)
-        self._fill(turns.fields[0], chunks)
-        inputs.words_X.copy_(turns.words[0])
+        self._fill(Turns(inputs).fields[0], chunks)
         tokens_B, positions_B = inputs.fields.wide_3B[:2]
-        last_R, seqs = self.last_tokens, inputs.seqs
-        return self.model(tokens_B, positions_B, seqs, self.caches, None, last_tokens_R=last_R)[: len(chunks)]
+        last_R, seqs, handover = self.last_tokens, inputs.seqs, inputs.handover
+        logits_BV = self.model(tokens_B, positions_B, seqs, self.caches, None, last_tokens_R=last_R, handover=handover)
+        return logits_BV[: len(chunks)]
 
 
 class LayersAlike(AlikeSource):

@@ -29,7 +29,7 @@ from shardwise.cache.pool import allocate
 from shardwise.checkpoint.index import DTYPES
 from shardwise.config import ServeConfig
 from shardwise.engine.build import blueprint, load_weights
-from shardwise.engine.graphs import DecodeGraphs, Inputs, Turns
+from shardwise.engine.graphs import TURNS, DecodeGraphs, Inputs, Turns
 from shardwise.engine.plan import Chunk
 from shardwise.engine.tables import PageTables
 from shardwise.kernels import tuning
@@ -156,15 +156,17 @@ class Steps:
 
     @torch.inference_mode()
     def graph(self, tokens: int, layers: int) -> tuple[Any, torch.Tensor]:
-        """The graph of a step of so many tokens, captured anew; and its logits."""
+        """The graph of a step of so many tokens, captured anew, with the same step in all of its turns; and its
+        logits."""
         kept, self.model.layers = self.model.layers, self.model.layers[:layers]
         graphs = DecodeGraphs(self.model, self.caches[:layers], self.tables, self.last_tokens, self.ctx)
         chunks = [Chunk(row, CONTEXT, 1, [17 * row], [], True) for row in range(1, tokens + 1)]
         try:
             self.fresh()
             graphs._get(graphs.sizes[tokens.bit_length() - 1], graphs.lengths[0])
-            self.fresh()
-            logits = graphs.run(chunks).clone()
+            for _ in range(TURNS):
+                self.fresh()
+                logits = graphs.run(chunks).clone()
         finally:
             self.model.layers = kept
         (captured,) = graphs.captured.values()
@@ -231,11 +233,9 @@ def eager(steps: Steps, chunks: list[Chunk]) -> torch.Tensor:
     graphs = DecodeGraphs(steps.model, steps.caches, steps.tables, steps.last_tokens, steps.ctx)
     inputs = Inputs.empty(len(chunks), graphs.lengths[0], steps.tables.page_tokens, steps.device)
     steps.fresh()
-    turns = Turns(inputs)
-    graphs._fill(turns.fields[0], chunks)
-    inputs.words_X.copy_(turns.words[0])
+    graphs._fill(Turns(inputs).fields[0], chunks)
     tokens_B, positions_B = inputs.fields.wide_3B[:2]
-    return steps.model(tokens_B, positions_B, inputs.seqs, steps.caches, None)
+    return steps.model(tokens_B, positions_B, inputs.seqs, steps.caches, None, handover=inputs.handover)
 
 
 def sweep(steps: Steps, form: str, names: str, stop_s: float) -> dict[str, Any]:

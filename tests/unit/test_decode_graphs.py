@@ -104,12 +104,44 @@ def test_tokens_of_two_steps_can_be_under_way(rank: Rank) -> None:
     ((a, b, c), (d, e, f)) = *first.lists(), *second.lists()
     assert runner.last_tokens[1:4].tolist() == [d, e, f]
     assert len({a, b, c, d, e, f}) > 2
-    turn = next(iter(graphs.captured.values())).turns.next()
+    turn = next(iter(graphs.captured.values())).turns.free()
     graphs.choose(STEP[:1] * 3, 1)
     graphs._fill(fields := graphs.captured[4, 256, 1].turns.fields[turn], STEP[:2], turn)
     assert fields.rows_B.tolist() == [1, 2, 0, 0]
     assert not fields.wide_3B[:, 2:].any()
     assert not fields.pages_BP[2:].any()
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("anew", "again")
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_each_graph_takes_over_the_turn_that_was_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, runs: int
+) -> None:
+    """However often a step ran to be captured, whatever other graphs do, and if a step fails before its launch."""
+    runner, once = rank.runner, decode.captured
+
+    def captured(step: Callable[[], torch.Tensor], *rest: Any) -> tuple[Any, torch.Tensor]:
+        for _ in range(runs - 1):
+            step()
+        return once(step, *rest)
+
+    monkeypatch.setattr(decode, "captured", captured)
+    for chunk in STEP:
+        runner.tables.update(chunk)
+    graphs = decode.DecodeGraphs(runner.model, runner.caches, runner.tables, runner.last_tokens, runner.ctx)
+    for n, (count, keep) in enumerate([(3, 1), (3, 1), (1, 1), (3, 1), (1, 0), (1, 1), (3, 1), (1, 0), (1, 1)]):
+        chunks = [Chunk(chunk.row, chunk.start + n, 1, [n + 1], [], True) for chunk in STEP[:count]]
+        fill = graphs._fill
+        monkeypatch.setattr(graphs, "_fill", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            graphs._replay(chunks, keep, ())
+        monkeypatch.setattr(graphs, "_fill", fill)
+        found, turn = graphs._replay(chunks, keep, ())
+        words = found.inputs.fields
+        assert words.context_B[:count].tolist() == [chunk.start for chunk in chunks]
+        assert words.wide_3B[0, :count].tolist() == [n + 1] * count
+        assert words.turn_1.tolist() == [turn]
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from shardwise.engine.readback import Written
 from shardwise.engine.request import Request
 from shardwise.engine.sampler import LISTED, choose, parameters
 from shardwise.engine.tables import PageTables
+from shardwise.kernels.begin.reference import Handover
 from shardwise.kernels.sequences import Sequences
 from shardwise.layers.embedding import LISTED_ROWS
 from shardwise.models.qwen3_5 import LayerCache, Model
@@ -70,9 +71,9 @@ class Fields(Generic[Words]):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a graph reads from: all in one buffer, so that one copy fills it."""
+    """What a step takes over from the host, all in one buffer, and where it reads from then."""
 
-    words_X: torch.Tensor  # int32
+    handover: Handover
     fields: Fields[torch.Tensor]
     seqs: Sequences  # views of the fields
     every_B: torch.Tensor  # int64: 0, 1, ...
@@ -80,8 +81,8 @@ class Inputs:
     @classmethod
     def empty(cls, size: int, length: int, page_tokens: int, device: torch.device) -> "Inputs":
         pages = -(-length // page_tokens)
-        words_X = torch.zeros(sum(Fields.counts(size, pages)), dtype=torch.int32, device=device)
-        fields = Fields.of(words_X, size, pages, torch.int64, torch.float32)
+        handover = Handover.empty(TURNS, sum(Fields.counts(size, pages)), device)
+        fields = Fields.of(handover.words_X, size, pages, torch.int64, torch.float32)
         seqs = Sequences(
             starts_S1=torch.arange(size + 1, dtype=torch.int32, device=device),
             context_S=fields.context_B,
@@ -92,7 +93,7 @@ class Inputs:
             max_query=1,
             max_length=length,
         )
-        return cls(words_X, fields, seqs, torch.arange(size, device=device))
+        return cls(handover, fields, seqs, torch.arange(size, device=device))
 
 
 class Turns:
@@ -100,20 +101,24 @@ class Turns:
 
     def __init__(self, inputs: Inputs) -> None:
         size, pages = inputs.seqs.pages_SP.shape
-        gpu = inputs.words_X.device.type == "cuda"
-        self.words = [torch.zeros(len(inputs.words_X), dtype=torch.int32, pin_memory=gpu) for _ in range(TURNS)]
-        self.fields = [Fields.of(words_X.numpy(), size, pages, np.int64, np.float32) for words_X in self.words]
+        gpu, host_KX = inputs.handover.words_X.device.type == "cuda", inputs.handover.host_KX.numpy()
+        self.fields = [Fields.of(words_X, size, pages, np.int64, np.float32) for words_X in host_KX]
         self.told_KB = torch.zeros((TURNS, size), dtype=torch.int64, pin_memory=gpu)  # tokens that the graph chose
         self.told = list(self.told_KB.numpy())
         self.done = [torch.cuda.Event() if gpu else None for _ in range(TURNS)]
-        self._last = 0
+        self._next = 0
 
-    def next(self) -> int:
-        """The turn whose step was launched longest ago, once that is done."""
-        self._last = turn = (self._last + 1) % TURNS
-        if (done := self.done[turn]) is not None:
+    def free(self) -> int:
+        """The next step's turn, once the step that had it before is done."""
+        if (done := self.done[self._next]) is not None:
             done.synchronize()
-        return turn
+        return self._next
+
+    def launched(self) -> None:
+        """The next step has been launched: as the device does by itself, go on to the turn of the one after it."""
+        if (done := self.done[self._next]) is not None:
+            done.record()
+        self._next = (self._next + 1) % TURNS
 
 
 @dataclass(frozen=True)
@@ -177,15 +182,13 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, len(chunks))]
         captured = self._get(size, self.lengths[bisect_left(self.lengths, longest)], keep)
         turns = captured.turns
-        turn = turns.next()
+        turn = turns.free()
         self._fill(turns.fields[turn], chunks, turn)
         if keep > 1:
             for b, request in enumerate(requests):
                 turns.fields[turn].ints_B4[b], turns.fields[turn].floats_B3[b] = parameters(request)
-        captured.inputs.words_X.copy_(turns.words[turn], non_blocking=True)
         captured.graph.replay()
-        if (done := turns.done[turn]) is not None:
-            done.record()
+        turns.launched()
         return captured, turn
 
     def _fill(self, to: Fields[np.ndarray], chunks: Sequence[Chunk], turn: int = 0) -> None:
@@ -218,8 +221,9 @@ class DecodeGraphs:
             fields, last_R, ctx = inputs.fields, self.last_tokens, self.ctx
             tokens_B, positions_B = fields.wide_3B[:2]
             logits_BV = self.model(
-                tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=last_R, keep=keep
-            )
+                tokens_B, positions_B, inputs.seqs, self.caches, None, last_tokens_R=last_R, keep=keep,
+                handover=inputs.handover,
+            )  # fmt: skip
             if not keep:
                 return logits_BV
             chosen_B = choose(logits_BV, keep, inputs.every_B, fields.ints_B4, fields.floats_B3, ctx.ops)
@@ -228,6 +232,7 @@ class DecodeGraphs:
             return chosen_B
 
         graph, out_B = captured(step, self.pool, self.ctx.device)
+        inputs.handover.next_1.zero_()  # to be captured, the step was run
         return Captured(graph, inputs, turns, out_B)
 
 

@@ -201,7 +201,7 @@ class Runner:
     def resize(self, plan: StepPlan, to: Resize) -> None:
         """Other numbers of pages and slots of experts: first what shrinks. Graphs, which know addresses, come anew."""
         if self.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.ctx.device)  # graphs write into memory of the host, which goes with them
+            torch.cuda.synchronize(self.ctx.device)  # graphs use memory of the host, which goes with them
         captured, self.graphs, self.prompt_graphs = self.graphs is not None, None, None
         if plan.host is not None and self.store is not None:
             self.store.out(plan.host)

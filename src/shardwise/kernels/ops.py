@@ -21,7 +21,6 @@ class Ops:
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_rms_norm: Callable[..., torch.Tensor]
-    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     qk_norm_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     store_kv: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
@@ -41,7 +40,7 @@ class Ops:
     route_linears: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     moe_shared: Callable[..., Any]
     gated_delta_norm: Callable[..., torch.Tensor]
-    embed: Callable[..., torch.Tensor]
+    begin: Callable[..., tuple[torch.Tensor, ...]]
     likeliest: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     draw: Callable[..., torch.Tensor]
     draw_among: Callable[..., torch.Tensor]
@@ -64,14 +63,13 @@ def select(choice: Literal["auto", "reference", "triton"], device: torch.device,
 
 
 def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Ops:
-    norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, *others = modules
+    norm, rope, attention, conv, delta, moe, linear, begin, linears, moe_block, *others = modules
     delta_step, slots, draw, turn_store, shortlist = others
     return Ops(
         name=name,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         gated_rms_norm=norm.gated_rms_norm,
-        cos_sin=rope.cos_sin,
         qk_norm_rope=rope.qk_norm_rope,
         store_kv=attention.store_kv,
         paged_attention=attention.paged_attention,
@@ -91,7 +89,7 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
         route_linears=moe_block.route_linears,
         moe_shared=moe_block.moe_shared,
         gated_delta_norm=delta_step.gated_delta_norm,
-        embed=embedding.embed,
+        begin=begin.begin,
         likeliest=draw.likeliest,
         draw=draw.draw,
         draw_among=draw.draw_among,
@@ -105,11 +103,11 @@ def _table(name: Literal["reference", "triton"], modules: tuple[Any, ...]) -> Op
 
 def _reference() -> Ops:
     import shardwise.kernels.attention.reference as attention
+    import shardwise.kernels.begin.reference as begin
     import shardwise.kernels.conv.reference as conv
     import shardwise.kernels.delta.reference as delta
     import shardwise.kernels.delta_step.reference as delta_step
     import shardwise.kernels.draw.reference as draw
-    import shardwise.kernels.embedding.reference as embedding
     import shardwise.kernels.expert_slots.reference as slots
     import shardwise.kernels.linear.reference as linear
     import shardwise.kernels.linears.reference as linears
@@ -120,7 +118,7 @@ def _reference() -> Ops:
     import shardwise.kernels.shortlist.reference as shortlist
     import shardwise.kernels.turn_store.reference as turn_store
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
+    modules = (norm, rope, attention, conv, delta, moe, linear, begin, linears, moe_block, delta_step, slots, draw,
                turn_store, shortlist)  # fmt: skip
     return _table("reference", modules)
 
@@ -133,11 +131,11 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     if device.type == "cpu" and not knobs.runtime.interpret:
         raise ConfigError("kernels 'triton': they need a GPU and the device is 'cpu'; use --kernels reference")
     import shardwise.kernels.attention.triton as attention
+    import shardwise.kernels.begin.triton as begin
     import shardwise.kernels.conv.triton as conv
     import shardwise.kernels.delta.triton as delta
     import shardwise.kernels.delta_step.triton as delta_step
     import shardwise.kernels.draw.triton as draw
-    import shardwise.kernels.embedding.triton as embedding
     import shardwise.kernels.expert_slots.triton as slots
     import shardwise.kernels.linear.triton as linear
     import shardwise.kernels.linears.triton as linears
@@ -149,11 +147,12 @@ def _triton(device: torch.device, overlap: bool) -> Ops:
     import shardwise.kernels.turn_store.triton as turn_store
     from shardwise.kernels.overlap import can_overlap
 
-    modules = (norm, rope, attention, conv, delta, moe, linear, embedding, linears, moe_block, delta_step, slots, draw,
+    modules = (norm, rope, attention, conv, delta, moe, linear, begin, linears, moe_block, delta_step, slots, draw,
                turn_store, shortlist)  # fmt: skip
     table = _table("triton", modules)
     if not (overlap and can_overlap(device)):
         return table
     names = ("linears", "linear_parts", "norm_linears", "norm_route", "route_linears", "moe_shared",
-             "gated_delta_norm", "turn_store", "paged_attention", "rms_norm", "add_rms_norm", "route")  # fmt: skip
+             "gated_delta_norm", "turn_store", "paged_attention", "rms_norm", "add_rms_norm", "route",
+             "begin")  # fmt: skip
     return replace(table, **{name: partial(getattr(table, name), pdl=True) for name in names})

@@ -1,8 +1,9 @@
 """Programmatic dependent launch (sm_90 and up): a kernel starts while the one before it ends.
 
 Such a kernel asks for its weights first, so that they are on their way while the kernel before it ends; then it waits.
-Only what no kernel of a step writes may be read before: weights, and what the host wrote for the step. Every program
-waits before it is done, whether it reads anything or not: a kernel that is done has seen everything before it done.
+Only weights may be read before, and what the host wrote for the step: where the step's first kernel takes that over, no
+other starts before it is there (see begin/triton.py). Nothing else that a kernel of a step writes. Every program waits
+before it is done, whether it reads anything or not: a kernel that is done has seen everything before it done.
 
 What a processor has beside its registers is shared memory and first-level cache in one, parted anew only when nothing
 runs on it: where kernels overlap, those that read through the cache keep what others with much shared memory left. So

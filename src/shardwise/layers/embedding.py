@@ -1,6 +1,6 @@
 """The vocabulary, cut by rows: token embeddings going in, logits coming out.
 
-Legend: T tokens, L rows with logits, H hidden, V vocabulary.
+Legend: T tokens, L rows with logits, H hidden, V vocabulary, S rows of last tokens.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ import torch
 from shardwise.checkpoint.names import PLAIN_FLOATS
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ConfigError
+from shardwise.kernels.begin.reference import Handover
+from shardwise.kernels.rope import RopeTable
 from shardwise.kernels.shortlist.reference import Shortlist, make_shortlist, shortlist_bytes
 from shardwise.layers.linear import FormatOf, Linear, Specs
 from shardwise.parallel.context import RankContext
@@ -34,16 +36,25 @@ def declare_vocabulary(vocab: int, hidden: int, embed: str, head: str | None, fo
 
 
 class Embedding:
-    """Rows of this rank's part of the vocabulary, zeros for other tokens: a partial sum over ranks, in fp32."""
+    """Rows of this rank's part of the vocabulary, zeros for other tokens: a partial sum over ranks, in fp32. In the
+    same launch, what else a step begins with."""
 
-    def __init__(self, weights: Mapping[str, Weight], ctx: RankContext) -> None:
-        self.weight = weights[EMBED]
+    def __init__(self, weights: Mapping[str, Weight], rope: RopeTable, ctx: RankContext) -> None:
+        self.weight, self.rope = weights[EMBED], rope
         segment = self.weight.spec.segments(0)[0]
         self.first_row = segment.span(ctx.partitions["vocab"], ctx.rank)[0]
         self.ops = ctx.ops
 
-    def __call__(self, tokens_T: torch.Tensor, last_R: torch.Tensor | None = None) -> torch.Tensor:
-        return self.ops.embed(tokens_T, self.weight.plain, self.first_row, last_R, torch.float32)
+    def __call__(
+        self,
+        tokens_T: torch.Tensor,
+        positions_3T: torch.Tensor,
+        last_S: torch.Tensor | None = None,
+        handover: Handover | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The partial sum, zeros for the residual, cosines and sines; as of kernels/begin."""
+        weight_VH, first_row = self.weight.plain, self.first_row
+        return self.ops.begin(tokens_T, positions_3T, weight_VH, first_row, self.rope, last_S, handover)
 
 
 def listed_bytes(specs: Mapping[str, ParamSpec], partitions: Partitions, rank: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from shardwise.checkpoint.names import Names
 from shardwise.checkpoint.weight import Weight
 from shardwise.config import ModelConfig
+from shardwise.kernels.begin.reference import Handover
 from shardwise.kernels.rope import rope_table
 from shardwise.kernels.sequences import Sequences
 from shardwise.layers import attention, delta, moe
@@ -120,10 +121,10 @@ class Model:
         experts: Mapping[int, moe.Experts] | None = None,
     ) -> None:
         self.config, self.ops, self.comm = config, ctx.ops, ctx.comm
-        self.embedding, self.head = Embedding(weights, ctx), Head(weights, ctx)
+        self.embedding = Embedding(weights, rope_table(config).to(ctx.device), ctx)
+        self.head = Head(weights, ctx)
         self.layers = [Layer(config, weights, i, ctx, (experts or {}).get(i)) for i in range(config.layers)]
         self.norm = weights["norm"].plain
-        self.rope = rope_table(config).to(ctx.device)
 
     def __call__(
         self,
@@ -136,6 +137,7 @@ class Model:
         feature_rows_F: torch.Tensor | None = None,
         last_tokens_R: torch.Tensor | None = None,
         keep: int = 0,
+        handover: Handover | None = None,
     ) -> torch.Tensor:
         """Logits [L, vocabulary] in fp32 of the tokens in `logit_rows_L`, None: of all; `caches` (one a layer) move on.
 
@@ -143,10 +145,10 @@ class Model:
         features_FH: of pictures, whole on every rank; they take the place of the embeddings of tokens `feature_rows_F`.
         last_tokens_R: ids that ids below zero stand for, -r for that of row r.
         keep: how many of each row's likeliest matter, see Head; 0: all.
+        handover: tokens, positions and sequences are views of its words, which the step takes over from the host.
         """
-        cos_TR, sin_TR = self.ops.cos_sin(positions_3T, self.rope)
-        added_TH = self.comm.all_reduce(self.embedding(tokens_T, last_tokens_R))
-        residual_TH = torch.zeros_like(added_TH)
+        added_TH, residual_TH, cos_TR, sin_TR = self.embedding(tokens_T, positions_3T, last_tokens_R, handover)
+        added_TH = self.comm.all_reduce(added_TH)
         if features_FH is not None and feature_rows_F is not None:
             added_TH[feature_rows_F] = features_FH.float()
         for layer, cache in zip(self.layers, caches, strict=True):

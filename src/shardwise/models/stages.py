@@ -22,7 +22,7 @@ class Kernels:
     moe: int = 4
     mlp: int = 3
     head: int = 6  # with the sampler's
-    embedding: int = 4
+    embedding: int = 1
 
 
 def stages(

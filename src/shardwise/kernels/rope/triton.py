@@ -11,9 +11,6 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.rope.reference import cos_sin
-
-__all__ = ["compile_cases", "cos_sin", "qk_norm_rope"]  # cos_sin runs once a step; torch is exact at any angle
 
 
 @triton.jit

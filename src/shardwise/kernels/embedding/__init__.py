@@ -1,1 +1,0 @@
-"""Rows of the embedding table, of which a rank holds some."""
