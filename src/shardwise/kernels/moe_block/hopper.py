@@ -52,7 +52,8 @@ from shardwise.kernels.moe_block.rank import rank_tiles
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 MATCHED_TOKENS = 16  # up to so many, a tile may have a column for every token, and pairs need no sort
-FEWEST_COLUMNS = 512  # of `down`: of narrower experts nothing was measured
+# Columns of `down`: of narrower experts nothing was measured, of half as many FP8 alone.
+FEWEST_COLUMNS, HALF_COLUMNS = 512, 256
 
 
 class Hopper(NamedTuple):
@@ -255,10 +256,13 @@ def hopper_config(banks_of: Banks, x_dtype: torch.dtype, tokens: int, gpu: str) 
 
 def hopper_rule(down: Operand, tokens: int) -> Hopper | None:
     """As measured on an H200 for 256 experts, FP8 where pairs are sorted anyway."""
-    if down.layout[COLUMNS.value] < FEWEST_COLUMNS:
+    columns = down.layout[COLUMNS.value]
+    if down.kind == FP8.value and 9 <= tokens <= 16 and columns >= HALF_COLUMNS:
+        return Hopper(4, 128, 6, 64, 4) if columns > HALF_COLUMNS else Hopper(4, 128, 6, 128, 2)
+    if columns < FEWEST_COLUMNS:
         return None
-    if down.kind == FP8.value and 9 <= tokens <= 160:
-        return Hopper(4, 128, 6, 64, 4) if tokens <= 16 else Hopper(8, 128, 4, 128, 4)
+    if down.kind == FP8.value and 17 <= tokens <= 160:
+        return Hopper(8, 128, 4, 128, 4)
     if down.kind == PLAIN.value and 2 <= tokens <= 16:
         return Hopper(8, 0, 0, 128, 4) if tokens <= 8 else Hopper(8, 64, 8, 128, 4)
     return None
