@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
-from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 DECODE_CHANNELS = 128
@@ -33,10 +32,8 @@ def decode_kernel(
     W: tl.constexpr,
     WINDOW: tl.constexpr,
     BC: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The output and the next state of BC channels of one sequence of one token."""
-    let_next_come(PDL)
     sequence = tl.program_id(0)
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     taps = tl.arange(0, WINDOW)
@@ -45,15 +42,13 @@ def decode_kernel(
     carried = tl.where(tl.load(context_ptr + sequence) > 0, W - 1, 0)  # inputs that are read, not zeros
     state_ptr += tl.load(rows_ptr + sequence).to(tl.int64) * (C * (W - 1))
 
+    x = tl.load(x_ptr + token * x_stride + channels, mask=inside, other=0.0).to(tl.float32)
     at = channels[:, None] * (W - 1) + taps[None, :]
     old_mask = inside[:, None] & (taps < carried)[None, :]
-    # Written steps ago, so it need not wait for the kernel before; this processor's own cache may be older.
-    window = tl.load(state_ptr + at, mask=old_mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    window = tl.load(state_ptr + at, mask=old_mask, other=0.0).to(tl.float32)
+    window = tl.where((taps == W - 1)[None, :], x[:, None], window)
     weight_mask = inside[:, None] & (taps < W)[None, :]
     weight = tl.load(weight_ptr + channels[:, None] * W + taps[None, :], mask=weight_mask, other=0.0).to(tl.float32)
-    after_previous(PDL)
-    x = tl.load(x_ptr + token * x_stride + channels, mask=inside, other=0.0).to(tl.float32)
-    window = tl.where((taps == W - 1)[None, :], x[:, None], window)
     y = tl.sum(window * weight, axis=1)
     y = y * tl.sigmoid(y)
     tl.store(y_ptr + token * C + channels, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -157,13 +152,8 @@ def state_kernel(
     tl.store(state_ptr + at + taps[None, :], (x + old).to(state_ptr.dtype.element_ty), mask=mask)
 
 
-def causal_conv(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, state_RCW1: torch.Tensor, seqs: Sequences, pdl: bool = False
-) -> torch.Tensor:
-    """As reference.causal_conv. The rows of x may be slices of wider ones; weight and state are contiguous.
-
-    pdl: of the kernel for single tokens, see overlap.py.
-    """
+def causal_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_RCW1: torch.Tensor, seqs: Sequences) -> torch.Tensor:
+    """As reference.causal_conv. The rows of x may be slices of wider ones; weight and state are contiguous."""
     tokens, channels = x_TC.shape
     y_TC = torch.empty((tokens, channels), dtype=x_TC.dtype, device=x_TC.device)
     if y_TC.numel() == 0:
@@ -175,9 +165,7 @@ def causal_conv(
     if seqs.decodes:
         grid = (seqs.decodes, triton.cdiv(channels, DECODE_CHANNELS))
         tables = (seqs.starts_S1, seqs.context_S, seqs.state_rows_S)
-        decode_kernel[grid](
-            x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BC=DECODE_CHANNELS, **launch(pdl)
-        )
+        decode_kernel[grid](x_TC, x_TC.stride(0), weight_CW, state_RCW1, y_TC, *tables, **sizes, BC=DECODE_CHANNELS)
     if later:
         tables = (seqs.starts_S1[seqs.decodes :], seqs.context_S[seqs.decodes :], seqs.state_rows_S[seqs.decodes :])
         blocks = triton.cdiv(channels, PREFILL_CHANNELS)
@@ -194,7 +182,7 @@ def causal_conv(
 def compile_cases() -> Iterator[CompileCase]:
     """The family's channels and taps, in bf16 and, for exact comparisons, fp32."""
     ints = dict.fromkeys(("starts_ptr", "context_ptr", "rows_ptr"), "*i32")
-    decode = {"BC": DECODE_CHANNELS, "PDL": False}
+    decode = {"BC": DECODE_CHANNELS}
     prefill = {"BC": PREFILL_CHANNELS, "BT": PREFILL_TOKENS}
     state = {"BC": PREFILL_CHANNELS}
     for kind in ("*bf16", "*fp32"):

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.delta import reference
-from shardwise.kernels.overlap import after_previous, launch, let_next_come
 from shardwise.kernels.sequences import Sequences
 
 FEW_HEADS = 64  # of all sequences: below it, narrower slices, so that a single stream has enough programs
+READ, WRITE = "", ""
 SOME_HEADS = 512  # beyond it, wider ones, whose rows are longer in memory
 NORM_EPS: tl.constexpr = tl.constexpr(reference.NORM_EPS)
 
@@ -54,13 +54,13 @@ def decode_kernel(
     D: tl.constexpr,
     KP: tl.constexpr,
     BD: tl.constexpr,
-    PDL: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
     """One token of one sequence, BD value columns of one head: its part of the state is read and written once.
 
     Programs of one head follow each other, so that its rows are read whole at about the same time.
     """
-    let_next_come(PDL)
     sequence, head = tl.program_id(2), tl.program_id(1)
     token = tl.load(starts_ptr + sequence).to(tl.int64)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -70,10 +70,7 @@ def decode_kernel(
     state_ptr += (row * V + head) * (K * D)
     at = wide[:, None] * D + columns[None, :]
     mask = (wide < K)[:, None] & (columns < D)[None, :]
-    # Written steps ago, so it need not wait for the kernel before; this processor's own cache may be older.
-    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0, cache_modifier=".cg")
-    A_log, dt_bias = tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head)
-    after_previous(PDL)
+    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0, eviction_policy=READ)
 
     q = tl.load(q_ptr + token * q_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + token * k_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
@@ -82,19 +79,26 @@ def decode_kernel(
     q *= tl.rsqrt(tl.sum(q * q, axis=0) + NORM_EPS) * (K**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + NORM_EPS)
 
-    state *= tl.exp(log_decay(a, A_log, dt_bias))
+    state *= tl.exp(log_decay(a, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head)))
     delta = (v - tl.sum(state * k[:, None], axis=0)) * tl.sigmoid(b)
     state += k[:, None] * delta[None, :]
     out = tl.sum(state * q[:, None], axis=0)
     tl.store(out_ptr + (token * V + head) * D + columns, out.to(out_ptr.dtype.element_ty), mask=columns < D)
-    tl.store(state_ptr + at, state, mask=mask)
+    tl.store(state_ptr + at, state, mask=mask, eviction_policy=WRITE)
 
 
 def _config(heads: int, key_width: int, value_width: int) -> tuple[dict[str, Any], int]:
     """Constants and warps for `heads` value heads over all sequences."""
     most = 16 if heads < FEW_HEADS else 32 if heads <= SOME_HEADS else 64
     columns = min(most, max(triton.next_power_of_2(value_width), 8))
-    return {"K": key_width, "D": value_width, "KP": triton.next_power_of_2(key_width), "BD": columns}, 4
+    return {
+        "K": key_width,
+        "D": value_width,
+        "KP": triton.next_power_of_2(key_width),
+        "BD": columns,
+        "READ": READ,
+        "WRITE": WRITE,
+    }, 4
 
 
 def decode(
@@ -103,20 +107,16 @@ def decode(
     state_RVKD: torch.Tensor,
     seqs: Sequences,
     out_TVD: torch.Tensor,
-    pdl: bool = False,
 ) -> None:
     """Fills the rows of out_TVD of the first `decodes` sequences, and updates their states.
 
-    inputs: q, k, v, a, b, each followed by its stride from token to token; gating: A_log, dt_bias, key_map. pdl: see
-    overlap.py.
+    inputs: q, k, v, a, b, each followed by its stride from token to token; gating: A_log, dt_bias, key_map.
     """
     _, heads, key_width, value_width = state_RVKD.shape
     constants, warps = _config(seqs.decodes * heads, key_width, value_width)
     grid = (triton.cdiv(value_width, constants["BD"]), heads, seqs.decodes)
     tables = (seqs.starts_S1, seqs.context_S, seqs.state_rows_S)
-    decode_kernel[grid](
-        *inputs, *gating, state_RVKD, *tables, out_TVD, V=heads, **constants, num_warps=warps, **launch(pdl)
-    )
+    decode_kernel[grid](*inputs, *gating, state_RVKD, *tables, out_TVD, V=heads, **constants, num_warps=warps)
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -127,5 +127,5 @@ def compile_cases() -> Iterator[CompileCase]:
         for heads in (32, SOME_HEADS, 4 * SOME_HEADS):
             constants, warps = _config(heads, 128, 128)
             types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), kind) | ints | floats
-            constants |= {"V": 32, "PDL": False}
+            constants["V"] = 32
             yield CompileCase(decode_kernel, signature(decode_kernel, constants, types), constants, warps, 3)

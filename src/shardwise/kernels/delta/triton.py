@@ -25,19 +25,15 @@ def gated_delta(
     key_map_V: torch.Tensor,
     state_RVKD: torch.Tensor,
     seqs: Sequences,
-    pdl: bool = False,
 ) -> torch.Tensor:
-    """As reference.gated_delta. Each token's q, k, v, a and b may be slices of a wider row; state is contiguous.
-
-    pdl: of the kernel for single tokens, see overlap.py.
-    """
+    """As reference.gated_delta. Each token's q, k, v, a and b may be slices of a wider row; state is contiguous."""
     out_TVD = torch.empty(v_TVD.shape, dtype=v_TVD.dtype, device=v_TVD.device)
     if out_TVD.numel() == 0:
         return out_TVD
     inputs = [packed for x in (q_TGD, k_TGD, v_TVD, a_TV, b_TV) for packed in _packed(x)]
     gating = (A_log_V, dt_bias_V, key_map_V)
     if seqs.decodes:
-        decoding.decode(inputs, gating, state_RVKD, seqs, out_TVD, pdl)
+        decoding.decode(inputs, gating, state_RVKD, seqs, out_TVD)
     if seqs.decodes < seqs.count:
         filling.prefill(inputs, gating, state_RVKD, seqs, out_TVD)
     return out_TVD

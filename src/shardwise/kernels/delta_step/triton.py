@@ -111,7 +111,7 @@ def gated_delta_norm(
     fits = constants["KP"] * constants["DP"] <= STATE_ELEMENTS and 0 < seqs.decodes * heads * warps <= MOST_WARPS
     if not v_TVD.numel() or not fits:
         out_TVD = gated_delta(
-            q_TGD, k_TGD, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V, key_map_V, state_RVKD, seqs, pdl
+            q_TGD, k_TGD, v_TVD, a_TV, b_TV, A_log_V, dt_bias_V, key_map_V, state_RVKD, seqs
         )  # fmt: skip
         return gated_rms_norm(out_TVD, gate_TVD, norm_D, eps, pdl)
     out_TVD = torch.empty(v_TVD.shape, dtype=v_TVD.dtype, device=v_TVD.device)

@@ -102,7 +102,7 @@ def linears(
         rest = zip(weights[len(outputs) :], dtypes[len(outputs) :], strict=True)
         outputs += [_single(x_TH, weight, dtype, target, pdl) for weight, dtype in rest]
     if conv is not None:
-        outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs, pdl)
+        outputs[0] = causal_conv(outputs[0], conv.weight_CW, conv.state_RCW1, conv.seqs)
     return outputs
 
 
