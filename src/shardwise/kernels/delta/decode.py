@@ -13,7 +13,6 @@ from shardwise.kernels.delta import reference
 from shardwise.kernels.sequences import Sequences
 
 FEW_HEADS = 64  # of all sequences: below it, narrower slices, so that a single stream has enough programs
-READ, WRITE = "", ""
 SOME_HEADS = 512  # beyond it, wider ones, whose rows are longer in memory
 NORM_EPS: tl.constexpr = tl.constexpr(reference.NORM_EPS)
 
@@ -54,8 +53,6 @@ def decode_kernel(
     D: tl.constexpr,
     KP: tl.constexpr,
     BD: tl.constexpr,
-    READ: tl.constexpr,
-    WRITE: tl.constexpr,
 ):
     """One token of one sequence, BD value columns of one head: its part of the state is read and written once.
 
@@ -70,7 +67,7 @@ def decode_kernel(
     state_ptr += (row * V + head) * (K * D)
     at = wide[:, None] * D + columns[None, :]
     mask = (wide < K)[:, None] & (columns < D)[None, :]
-    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0, eviction_policy=READ)
+    state = tl.load(state_ptr + at, mask=mask & (wide < carried)[:, None], other=0.0)
 
     q = tl.load(q_ptr + token * q_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + token * k_stride + key_head * K + wide, mask=wide < K, other=0.0).to(tl.float32)
@@ -84,21 +81,14 @@ def decode_kernel(
     state += k[:, None] * delta[None, :]
     out = tl.sum(state * q[:, None], axis=0)
     tl.store(out_ptr + (token * V + head) * D + columns, out.to(out_ptr.dtype.element_ty), mask=columns < D)
-    tl.store(state_ptr + at, state, mask=mask, eviction_policy=WRITE)
+    tl.store(state_ptr + at, state, mask=mask)
 
 
 def _config(heads: int, key_width: int, value_width: int) -> tuple[dict[str, Any], int]:
     """Constants and warps for `heads` value heads over all sequences."""
     most = 16 if heads < FEW_HEADS else 32 if heads <= SOME_HEADS else 64
     columns = min(most, max(triton.next_power_of_2(value_width), 8))
-    return {
-        "K": key_width,
-        "D": value_width,
-        "KP": triton.next_power_of_2(key_width),
-        "BD": columns,
-        "READ": READ,
-        "WRITE": WRITE,
-    }, 4
+    return {"K": key_width, "D": value_width, "KP": triton.next_power_of_2(key_width), "BD": columns}, 4
 
 
 def decode(
