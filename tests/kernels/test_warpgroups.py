@@ -9,7 +9,8 @@ from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linear.warpgroups import Halved, fits, held_steps, shared_bytes
-from shardwise.kernels.moe_block import hopper
+from shardwise.kernels.linears import hopper as linears
+from shardwise.kernels.moe_block import hopper, persistent
 from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.rank import rank_tiles
 from tests.kernels.weights import make_weight
@@ -80,7 +81,10 @@ def test_what_the_rule_takes_fits_in_shared_memory_and_parts_banks_into_whole_ti
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 161, 8192])
 def test_the_rule_takes_nothing_that_was_not_measured(tokens: int) -> None:
-    assert hopper.hopper_rule(case(2048, 256, "fp8_block", True).of, tokens) is None
+    half = hopper.hopper_rule(case(2048, 256, "fp8_block", True).of, tokens)
+    assert (half is None) == (tokens != 16)
+    assert hopper.hopper_rule(case(2048, 128, "fp8_block", True).of, tokens) is None
+    assert hopper.hopper_rule(case(2048, 256, "bf16", True).of, tokens) is None
     assert hopper.hopper_rule(case(2048, 512, "nvfp4_moved", True).of, tokens) is None
     if tokens in (1, 161, 8192):
         assert hopper.hopper_rule(case(2048, 512, "fp8_block", True).of, tokens) is None
@@ -93,6 +97,58 @@ def test_pairs_that_another_kernel_left_unsorted_have_a_column_each(monkeypatch:
     monkeypatch.setattr(hopper.tuning, "choice", lambda *_: [8, 0, 0, 64, 4])
     assert hopper.hopper_config(banks, torch.bfloat16, 8, "a GPU") == (8, 0, 0, 64, 4)
     assert hopper.hopper_config(banks, torch.bfloat16, 9, "a GPU") is None
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "fp8_tensor", "nvfp4_moved"])
+@pytest.mark.parametrize("width", [512, 256, 128])
+def test_what_persistent_programs_take_fits_and_has_a_column_for_every_token(kind: str, width: int) -> None:
+    up = case(2 * width, 2048, kind, True, halves=2).of
+    for tokens in range(1, 20):
+        config = persistent.persistent_rule(up, tokens)
+        narrowest = {"bf16": 512, "nvfp4_moved": 1 << 30}.get(kind, 256)
+        assert (config is not None) == (width >= narrowest and tokens in range(5 if kind == "bf16" else 2, 9))
+        if config is not None:
+            assert tokens <= config.BT <= persistent.MOST_TOKENS
+            assert up.layout[2] % config.BM == 0
+            assert 2048 * (2 if kind == "bf16" else 1) // 128 % config.slots == 0
+            assert persistent.shared_bytes_of(up.layout, config) <= SHARED_KIB * 1024
+
+
+def test_a_choice_for_fewer_tokens_is_not_taken_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = case(2 * 512, 2048, "fp8_block", True, halves=2).of, case(2048, 512, "fp8_block", True).of
+    banks, chosen = Banks(up, down, up, down), [4, 64, 8, 1, 128, 2]
+    monkeypatch.setattr(persistent, "fits", lambda *_: True)
+    monkeypatch.setattr(hopper, "fits", lambda *_: True)
+    monkeypatch.setattr(persistent.tuning, "choice", lambda *_: chosen)
+    assert persistent.persistent_config(banks, torch.bfloat16, 4, "a GPU") == tuple(chosen)
+    assert persistent.persistent_config(banks, torch.bfloat16, 5, "a GPU") is None
+    for slots, possible in ((2, False), (4, True), (5, False), (16, True)):
+        config = persistent.Persistent(4, 64, slots, 1, 128, 2)
+        assert persistent.possible(banks, torch.bfloat16, config) == possible
+    wider = banks._replace(shared_up=case(2 * 1024, 2048, "fp8_block", True, halves=2).of)
+    assert not persistent.possible(wider, torch.bfloat16, persistent.Persistent(*chosen))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rows", "tokens", "possible"),
+    [
+        (["fp8_block"], linears.Rows(4, 1, 5), 4, True),
+        (["fp8_block"], linears.Rows(4, 1, 5), 5, False),
+        (["fp8_block"], linears.Rows(4, 4, 4), 3, True),
+        (["fp8_block"], linears.Rows(4, 32, 4), 3, False),  # less than a step a half
+        (["fp8_block", "fp8_block", "bf16"], linears.Rows(4, 1, 5), 2, True),
+        (["fp8_block", "bf16"], linears.Rows(4, 2, 5), 2, False),  # a plain weight has no parts
+        (["fp8_block"] * 3, linears.Rows(4, 1, 5), 2, False),
+        (["bf16"], linears.Rows(4, 1, 5), 2, False),
+    ],
+)
+def test_which_linears_go_by_rows_in_halves(
+    kinds: list[str], rows: linears.Rows, tokens: int, possible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linears, "fits", lambda *_: True)
+    monkeypatch.setattr(linears, "fragment_fits", lambda *_: True)
+    operands = [case(64 if kind == "bf16" else 512, 4096, kind, True).of for kind in kinds]
+    assert linears.possible(operands, torch.zeros(tokens, 4096).bfloat16(), rows) == possible
 
 
 def test_two_steps_are_held_at_least_and_no_more_than_there_are() -> None:

@@ -1,6 +1,6 @@
 """FP8 weights of one input for 2 to 8 tokens on Hopper: see linear/warpgroups.py.
 
-A program has some rows of a weight, perhaps of a part of its columns, and asks for all of them before it waits for the
+A program has some rows of a weight, perhaps of a part of its columns, and asks for what it holds before it waits for the
 kernel before it. A row goes in two halves, side by side: a program then has half as many rows as its instructions do,
 and all of a weight's programs fit on the processors at once.
 
@@ -184,8 +184,8 @@ def compile_cases() -> Iterator[CompileCase]:
     for kind in ("fp8_block", "fp8_tensor"):
         delta = case(8192, 2048, kind, True), case(4096, 2048, kind, True), plain
         for cases, taps, config in (
-            (delta, 4, Rows(4, 1, 6)), ((case(9216, 2048, kind, True),), 0, Rows(4, 1, 6)),
-            ((case(2048, 4096, kind, True),), 0, Rows(4, 2, 8)),
+            (delta, 4, Rows(4, 1, 5)), ((case(9216, 2048, kind, True),), 0, Rows(4, 1, 5)),
+            ((case(2048, 4096, kind, True),), 0, Rows(4, 4, 4)),
         ):  # fmt: skip
             yield _case(cases, taps, config)
 
