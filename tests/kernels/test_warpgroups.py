@@ -105,7 +105,7 @@ def test_what_persistent_programs_take_fits_and_has_a_column_for_every_token(kin
     up = case(2 * width, 2048, kind, True, halves=2).of
     for tokens in range(1, 20):
         config = persistent.persistent_rule(up, tokens)
-        narrowest = {"bf16": 512, "nvfp4_moved": 1 << 30}.get(kind, 256)
+        narrowest = {"bf16": 512, "fp8_block": 256}.get(kind, 1 << 30)
         assert (config is not None) == (width >= narrowest and tokens in range(5 if kind == "bf16" else 2, 9))
         if config is not None:
             assert tokens <= config.BT <= persistent.MOST_TOKENS
