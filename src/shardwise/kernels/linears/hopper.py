@@ -1,8 +1,8 @@
 """FP8 weights of one input for 2 to 8 tokens on Hopper: see linear/warpgroups.py.
 
-A program has some rows of a weight, perhaps of a part of its columns, and asks for what it holds before it waits for the
-kernel before it. A row goes in two halves, side by side: a program then has half as many rows as its instructions do,
-and all of a weight's programs fit on the processors at once.
+A program has some rows of a weight, perhaps of a part of its columns, and asks for what it can hold of them before it
+waits for the kernel before it. A row goes in two halves, side by side: a program then has half as many rows as its
+instructions do, and all of a weight's programs fit on the processors at once.
 
 Legend: T tokens, M rows of a program, K columns, S parts of the sum.
 """
