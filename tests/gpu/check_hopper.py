@@ -32,6 +32,7 @@ from tests.kernels.weights import make_weight
 
 FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor")
 EXPERTS, TOP_K = 20, 8
+ARRIVALS = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
 def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config: linears.Rows) -> None:
@@ -87,8 +88,8 @@ def check_experts(
     for pdl in (False, True):
         poison()
         if isinstance(config, persistent.Persistent):
-            got = persistent.moe(x_TH, of, ids_Tk, config, pdl)
-            assert not persistent._counter(x_TH.device).item(), what
+            got = persistent.moe(x_TH, of, ids_Tk, ARRIVALS, config, pdl)
+            assert not ARRIVALS.item(), what
         elif config.up_BM:
             got = experts.moe(x_TH, of, ids_Tk, EXPERTS, config, pdl)
         else:
@@ -128,10 +129,10 @@ def check_chosen_twice(form: str, config: persistent.Persistent) -> None:
     assert isinstance(want, torch.Tensor)
     for _ in range(2):
         poison()
-        got = combine(persistent.moe(x_TH, of, ids_Tk, config, False), ids_Tk, shares_Tk, gate_T1, False)
+        got = combine(persistent.moe(x_TH, of, ids_Tk, ARRIVALS, config, False), ids_Tk, shares_Tk, gate_T1, False)
         judge(f"chosen twice {form} {config}", got[1:], want[1:])
         assert not got[0].isfinite().any()
-        assert not persistent._counter(x_TH.device).item()
+        assert not ARRIVALS.item()
 
 
 def check_persistent(form: str) -> None:

@@ -78,6 +78,17 @@ def test_angles_of_any_size_are_exact(impl, axes, tokens, half, scaling, device)
         torch.testing.assert_close(got, ours, atol=1.2e-7 * scaling, rtol=0)
 
 
+@BOTH
+@pytest.mark.parametrize("axes", [1, 3])
+def test_ids_and_positions_may_lie_apart(impl, axes, device):
+    table, rope = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).to(device), rope_of(5, device)
+    ids, positions = torch.arange(6, device=device), torch.arange(3 * 6, device=device).view(6, 3).T[:axes].squeeze(0)
+    apart_T, apart_3T = torch.stack([ids, ids + 1], 1)[:, 0], positions.repeat_interleave(2, -1)[..., ::2]
+    assert not apart_T.is_contiguous()
+    got, want = (impl.begin(*pair, table, 0, rope) for pair in ((apart_T, apart_3T), (ids, positions.contiguous())))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def handed(handover: Handover, turn: int, ids: list[int], positions: list[int]) -> None:
     """Write a step of the host's, the rest of whose words tell the turn."""
     handover.host_KX[turn] = 100 + turn

@@ -7,9 +7,11 @@ import torch
 
 from shardwise.kernels.linear import arrange
 from shardwise.kernels.linear.tiles import Target, operand
-from shardwise.kernels.moe_block import Then, reference
+from shardwise.kernels.moe_block import Then, persistent, reference
 from shardwise.kernels.moe_block import triton as fast
 from shardwise.kernels.moe_block.banks import Banks
+from shardwise.kernels.moe_block.combine import Outputs
+from shardwise.kernels.moe_block.persistent import Persistent
 from shardwise.kernels.norm.reference import add_rms_norm
 from shardwise.kernels.peer_sum.reference import weighted
 from tests.kernels.weights import make_weight
@@ -79,6 +81,26 @@ def test_moe_shared(form, tokens, device):
             got = fast.moe_shared(*arguments, target=target)
             assert got.dtype == torch.float32
             assert relative(got, expected) < 1e-5
+
+
+def test_programs_that_take_tiles_are_asked_first_and_only_with_something_to_count_by(device, monkeypatch):
+    up, down = make_weight((5, 32, 32), "fp32", 1, str(device)), make_weight((5, 32, 16), "fp32", 2, str(device))
+    x, ids = randn(2, 32).to(device), torch.tensor([[0, 4], [1, 2]], dtype=torch.int32, device=device)
+    shared = [make_weight((32, 32), "fp32", 3, str(device))], [make_weight((32, 16), "fp32", 4, str(device))]
+    arguments = (x, up, down, ids, torch.ones(2, 2, device=device), *shared, randn(2, 1).to(device))
+    arrivals, asked, config = torch.zeros(1, dtype=torch.int32, device=device), [], Persistent(4, 64, 4, 1, 128, 2)
+
+    def launch(x_TH, banks_of, ids_Tk, counter, config, pdl):
+        asked.append((counter is arrivals, config))
+        return Outputs(torch.zeros(4, 32, device=device), torch.zeros(2, 32, device=device))
+
+    monkeypatch.setattr(persistent, "persistent_config", lambda banks_of, dtype, chosen, gpu: config)
+    monkeypatch.setattr(persistent, "moe", launch)
+    expected = reference.moe_shared(*arguments)
+    assert relative(fast.moe_shared(*arguments, target=NATIVE), expected) < 1e-5
+    assert not asked
+    assert not fast.moe_shared(*arguments, None, arrivals, target=NATIVE).any()
+    assert asked == [(True, config)]
 
 
 @pytest.mark.parametrize(("form", "tokens", "experts", "top_k"), [("fp32", 33, 41, 1), ("fp8_block_f32", 50, 3, 2)])

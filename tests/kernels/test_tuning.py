@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from shardwise.kernels import tuning
+from shardwise.kernels.linear.fragments import Fragments
+from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import Target
+from shardwise.kernels.linears import hopper as by_rows
 from shardwise.kernels.linears import reference
 from shardwise.kernels.linears import triton as fast
+from shardwise.kernels.linears.fragments import Split
+from shardwise.kernels.linears.hopper import Rows
+from shardwise.kernels.moe_block.hopper import Hopper
+from shardwise.kernels.moe_block.persistent import Persistent
 from tests.kernels.weights import make_weight
 
 LAYOUT = (1, 1, 48, 96, 0, 0, 0, 0, 0, -1, 0, 0)
@@ -47,3 +54,53 @@ def test_tables_that_are_kept_have_numbers_for_sizes_and_tokens():
         for key, numbers in tuning.table(name).items():
             assert all(isinstance(number, int) for number in numbers)
             assert key == tuning.SHARED_KIB or int(key.split()[-1]) in (0, *tuning.BUCKETS)
+
+
+CHOSEN = {"fragments": Fragments, "hopper": Hopper, "persistent": Persistent, "rows": Rows, "split": Split}
+OTHERS = {
+    "delta", "delta_step", "down", "experts", "gate_up", "grouped", "linears", "many", "matched", "normed", "resident",
+    "stream", "tiled",
+}  # fmt: skip
+
+
+def test_what_tables_call_a_choice_is_one_kind_of_configuration():
+    for name, _ in tuning.measured():
+        for key, numbers in tuning.table(name).items():
+            what = key.split()[0]
+            assert what in {*CHOSEN, *OTHERS, tuning.SHARED_KIB}
+            if what in CHOSEN:
+                assert tuple(CHOSEN[what](*numbers))[: len(numbers)] == tuple(numbers)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_in_halves_are_taken_where_their_parts_may_be(parts, monkeypatch, device):
+    weight, x_TH = make_weight((40, 72), "fp16", 0, str(device)), torch.randn(3, 72).half().to(device)
+    asked = []
+
+    def launch(x_TH, operands, dtypes, conv, config, pdl):
+        asked.append(config)
+        outputs = [
+            torch.full((parts * len(x_TH), of.layout[2]), 7.0, dtype=dtype)
+            for of, dtype in zip(operands, dtypes, strict=True)
+        ]
+        return [out.view(parts, len(x_TH), -1) for out in outputs] if parts > 1 else outputs
+
+    monkeypatch.setattr(by_rows, "rows_config", lambda *_: Rows(4, parts, 2))
+    monkeypatch.setattr(by_rows, "hopper_linears", launch)
+    target = Target(native_fp8=True, shared_kib=227, name="")
+    assert fast.linear_parts(x_TH, weight, target=target).shape == (parts, 3, 40)
+    assert len(asked) == 1
+    (whole_TO,) = fast.linears(x_TH, [weight], [torch.float32], target=target)
+    assert whole_TO.shape == (3, 40)
+    assert len(asked) == (2 if parts == 1 else 1)  # a sum in parts is none of `linears`
+    fast.linears(x_TH[:1], [weight, weight], [torch.float32] * 2, target=target)  # one token is streamed
+    assert len(asked) == (2 if parts == 1 else 1)
+
+
+def test_rows_in_halves_are_for_scales_of_blocks(monkeypatch):
+    monkeypatch.setattr(by_rows, "fits", lambda *_: True)
+    monkeypatch.setattr(by_rows.tuning, "choice", lambda *_: [4, 1, 2])
+    x_TH = torch.zeros(3, 2048).bfloat16()
+    for kind, taken in (("fp8_block", True), ("fp8_tensor", False)):
+        found = by_rows.rows_config([case(512, 2048, kind, True).of], x_TH, "a GPU")
+        assert (found == Rows(4, 1, 2)) == taken

@@ -99,6 +99,12 @@ def test_pairs_that_another_kernel_left_unsorted_have_a_column_each(monkeypatch:
     assert hopper.hopper_config(banks, torch.bfloat16, 9, "a GPU") is None
 
 
+def test_persistent_programs_take_no_wider_input_than_was_measured() -> None:
+    for columns, taken in ((2048, True), (2176, False), (4096, False)):
+        up = case(1024, columns, "fp8_block", True, halves=2).of
+        assert (persistent.persistent_rule(up, 4) is not None) == taken
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8_block", "fp8_tensor", "nvfp4_moved"])
 @pytest.mark.parametrize("width", [512, 256, 128])
 def test_what_persistent_programs_take_fits_and_has_a_column_for_every_token(kind: str, width: int) -> None:
@@ -120,8 +126,10 @@ def test_a_choice_for_fewer_tokens_is_not_taken_for_more(monkeypatch: pytest.Mon
     monkeypatch.setattr(persistent, "fits", lambda *_: True)
     monkeypatch.setattr(hopper, "fits", lambda *_: True)
     monkeypatch.setattr(persistent.tuning, "choice", lambda *_: chosen)
-    assert persistent.persistent_config(banks, torch.bfloat16, 4, "a GPU") == tuple(chosen)
-    assert persistent.persistent_config(banks, torch.bfloat16, 5, "a GPU") is None
+    assert persistent.persistent_config(banks, torch.bfloat16, (4, 8), "a GPU") == tuple(chosen)
+    assert persistent.persistent_config(banks, torch.bfloat16, (5, 8), "a GPU") is None
+    assert persistent.persistent_config(banks, torch.bfloat16, (4, 16), "a GPU") is not None
+    assert persistent.persistent_config(banks, torch.bfloat16, (4, 17), "a GPU") is None  # more pairs than in a list
     for slots, possible in ((2, False), (4, True), (5, False), (16, True)):
         config = persistent.Persistent(4, 64, slots, 1, 128, 2)
         assert persistent.possible(banks, torch.bfloat16, config) == possible
@@ -136,6 +144,8 @@ def test_a_choice_for_fewer_tokens_is_not_taken_for_more(monkeypatch: pytest.Mon
         (["fp8_block"], linears.Rows(4, 1, 5), 5, False),
         (["fp8_block"], linears.Rows(4, 4, 4), 3, True),
         (["fp8_block"], linears.Rows(4, 32, 4), 3, False),  # less than a step a half
+        (["fp8_block"], linears.Rows(8, 1, 16), 3, True),
+        (["fp8_block"], linears.Rows(32, 1, 16), 3, False),  # more than shared memory holds
         (["fp8_block", "fp8_block", "bf16"], linears.Rows(4, 1, 5), 2, True),
         (["fp8_block", "bf16"], linears.Rows(4, 2, 5), 2, False),  # a plain weight has no parts
         (["fp8_block"] * 3, linears.Rows(4, 1, 5), 2, False),

@@ -94,14 +94,14 @@ class Resident:
 
     def __init__(self, gate_up: Weight, down: Weight, ctx: RankContext) -> None:
         self.gate_up, self.down = (ctx.ops.arranged(weight) for weight in (gate_up, down))
-        self.ops = ctx.ops
+        self.ops, self.arrivals = ctx.ops, torch.zeros(1, dtype=torch.int32, device=ctx.device)
 
     def __call__(self, x_TH: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest)
+        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest, None, self.arrivals)
 
     def then(self, then: Then, x_TH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """With the norm that follows, see ops.moe_shared."""
-        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest, then)
+        return self.ops.moe_shared(x_TH, self.gate_up, self.down, *rest, then, self.arrivals)
 
 
 class Moe:

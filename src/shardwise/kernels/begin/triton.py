@@ -133,6 +133,7 @@ def begin(
     """As the reference; ids and positions of a handover are int64. pdl: see overlap.py; this kernel itself starts once
     all before it is done."""
     (tokens,), (rows, width), half = ids_T.shape, weight_VH.shape, len(rope.inverse_R)
+    ids_T, positions_3T = ids_T.contiguous(), positions_3T.contiguous()  # those of a handover are
     make = {"dtype": torch.float32, "device": weight_VH.device}
     x_TH, zeros_TH = (torch.empty(tokens, width, **make) for _ in range(2))
     cos_TR, sin_TR = (torch.empty(tokens, half, **make) for _ in range(2))

@@ -258,7 +258,7 @@ def hopper_rule(down: Operand, tokens: int) -> Hopper | None:
     """As measured on an H200 for 256 experts, FP8 where pairs are sorted anyway."""
     columns = down.layout[COLUMNS.value]
     if down.kind == FP8.value and 9 <= tokens <= 16 and columns >= HALF_COLUMNS:
-        return Hopper(4, 128, 6, 64, 4) if columns > HALF_COLUMNS else Hopper(4, 128, 6, 128, 2)
+        return Hopper(4, 128, 6, 64, 4) if columns >= FEWEST_COLUMNS else Hopper(4, 128, 6, 128, 2)
     if columns < FEWEST_COLUMNS:
         return None
     if down.kind == FP8.value and 17 <= tokens <= 160:

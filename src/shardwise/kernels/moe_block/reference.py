@@ -66,11 +66,12 @@ def moe_shared(
     shared_down: Sequence[Weight],
     gate_T1: torch.Tensor,
     then: Then | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the chosen experts' outputs, and sigmoid(gate) times the shared expert's -> [T, H] fp32.
 
     gate_up and down as in moe; shared_gate_up [2I, H] in one or in two weights; shared_down [H, I].
-    then: -> the norm of its residual with that sum, and the residual with it, instead.
+    then: -> the norm of its residual with that sum, and the residual with it, instead. arrivals: as of norm_route.
     """
     both_T2I = torch.cat(linears(x_TH, shared_gate_up, [None] * len(shared_gate_up)), -1)
     (shared_TH,) = linears(silu_mul(both_T2I), shared_down, [torch.float32])

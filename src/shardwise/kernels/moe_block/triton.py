@@ -106,6 +106,7 @@ def moe_shared(
     shared_down: Sequence[Weight],
     gate_T1: torch.Tensor,
     then: Then | None = None,
+    arrivals: torch.Tensor | None = None,
     target: Target | None = None,
     pdl: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +114,7 @@ def moe_shared(
     ids_Tk, weights_Tk = ids_Tk.contiguous(), weights_Tk.contiguous()
     choice = ids_Tk, weights_Tk, gate_T1
     shared = shared_gate_up, shared_down
-    found = _block(x_TH, gate_up, down, *choice, *shared, target or target_of(x_TH.device), pdl)
+    found = _block(x_TH, gate_up, down, *choice, *shared, arrivals, target or target_of(x_TH.device), pdl)
     if then is not None and then.over_ranks is not None:
         return then.over_ranks(found, choice, *then[:3])
     if isinstance(found, combine.Outputs):
@@ -132,6 +133,7 @@ def _block(
     gate_T1: torch.Tensor,
     shared_gate_up: Sequence[Weight],
     shared_down: Sequence[Weight],
+    arrivals: torch.Tensor | None,
     target: Target,
     pdl: bool,
 ) -> torch.Tensor | combine.Outputs:
@@ -141,7 +143,7 @@ def _block(
     if tokens and whole and len(shared_gate_up) == 1 and ids_Tk.shape[1]:
         weights = gate_up, down, *shared_gate_up, *shared_down
         banks_of = Banks(*(operand(weight, target.native_fp8) for weight in weights))
-        found = _together(x_TH, banks_of, ids_Tk, weights_Tk, gate_T1, gate_up.shape[0], target, pdl)
+        found = _together(x_TH, banks_of, ids_Tk, weights_Tk, gate_T1, gate_up.shape[0], arrivals, target, pdl)
         if found is not None:
             return found
     parts = linears(x_TH, shared_gate_up, [None] * len(shared_gate_up), target=target, pdl=pdl)
@@ -165,6 +167,7 @@ def _together(
     weights_Tk: torch.Tensor,
     gate_T1: torch.Tensor,
     experts: int,
+    arrivals: torch.Tensor | None,
     target: Target,
     pdl: bool,
 ) -> torch.Tensor | combine.Outputs | None:
@@ -175,9 +178,9 @@ def _together(
         return None
     unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
     x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
-    held = persistent.persistent_config(banks_of, x_TH.dtype, tokens, target.name)
-    if held is not None:
-        return persistent.moe(x_TH, banks_of, ids_Tk, held, pdl)
+    held = persistent.persistent_config(banks_of, x_TH.dtype, ids_Tk.shape, target.name)
+    if held is not None and arrivals is not None:
+        return persistent.moe(x_TH, banks_of, ids_Tk, arrivals, held, pdl)
     config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
     if config is not None and config.up_BM:
         return hopper.moe(x_TH, banks_of, ids_Tk, experts, config, pdl)
