@@ -32,7 +32,6 @@ from tests.kernels.weights import make_weight
 
 FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor")
 EXPERTS, TOP_K = 20, 8
-ARRIVALS = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
 def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config: linears.Rows) -> None:
@@ -85,11 +84,12 @@ def check_experts(
     banks = up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1
     want = block.moe_shared(x_TH.float(), *banks)
     assert isinstance(want, torch.Tensor)
+    arrivals = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for pdl in (False, True):
         poison()
         if isinstance(config, persistent.Persistent):
-            got = persistent.moe(x_TH, of, ids_Tk, ARRIVALS, config, pdl)
-            assert not ARRIVALS.item(), what
+            got = persistent.moe(x_TH, of, ids_Tk, arrivals, config, pdl)
+            assert not arrivals.item(), what
         elif config.up_BM:
             got = experts.moe(x_TH, of, ids_Tk, EXPERTS, config, pdl)
         else:
@@ -127,12 +127,13 @@ def check_chosen_twice(form: str, config: persistent.Persistent) -> None:
     assert len(set(ids_Tk[0].tolist())) < TOP_K, "the case has gone: logits that are NaN choose different experts"
     want = block.moe_shared(x_TH.float(), up, down, ids_Tk, shares_Tk, [shared_up], [shared_down], gate_T1)
     assert isinstance(want, torch.Tensor)
+    arrivals = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
         poison()
-        got = combine(persistent.moe(x_TH, of, ids_Tk, ARRIVALS, config, False), ids_Tk, shares_Tk, gate_T1, False)
+        got = combine(persistent.moe(x_TH, of, ids_Tk, arrivals, config, False), ids_Tk, shares_Tk, gate_T1, False)
         judge(f"chosen twice {form} {config}", got[1:], want[1:])
         assert not got[0].isfinite().any()
-        assert not ARRIVALS.item()
+        assert not arrivals.item()
 
 
 def check_persistent(form: str) -> None:
