@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,27 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: b
         found.append({"what": f"{form} {shapes}", "error": 0.0, "right": True, "left_out": True})
         return
     dtypes: list[torch.dtype | None] = [torch.bfloat16 if n < 2 else torch.float32 for n in range(len(weights))]
-    channels = shapes[0][0]
+    for config in (splits.split_rule(sum(shape[0] for shape in shapes), tokens), splits.Split(32, 8, 4, 2)):
+
+        def launch(how: Conv | None, pdl: bool, config: splits.Split = config) -> list[torch.Tensor]:
+            return triton._split(x_TH, of, [dtype or torch.bfloat16 for dtype in dtypes], how, config, pdl)
+
+        compare_linears(
+            f"linears {form} {shapes} T={tokens} conv={conv} {config}", weights, x_TH, conv, launch, (False,)
+        )
+
+
+def compare_linears(
+    what: str,
+    weights: Sequence[Weight],
+    x_TH: torch.Tensor,
+    conv: bool,
+    launch: Callable[[Conv | None, bool], list[torch.Tensor]],
+    pdls: Sequence[bool] = (False, True),
+) -> None:
+    """Judge what `launch` gives, with and without overlap, and if the first weight's output goes through a convolution,
+    that one's state."""
+    tokens, channels = len(x_TH), weights[0].shape[0]
     taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()
     state_RCW = torch.randn(tokens + 2, channels, TAPS - 1, device=DEVICE).bfloat16()
     seqs = make_sequences([5 * (n % 3) for n in range(tokens)], [1] * tokens, 16, torch.device(DEVICE))
@@ -70,15 +91,14 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, conv: b
     want = reference.linears(x_TH.float(), weights, [torch.float32] * len(weights))
     if conv:
         want[0] = causal_conv(want[0].bfloat16(), taps_CW, wanted_state, seqs)
-    for config in (splits.split_rule(sum(shape[0] for shape in shapes), tokens), splits.Split(32, 8, 4, 2)):
+    for pdl in pdls:
         poison()
         mine = state_RCW.clone()
-        how = Conv(taps_CW, mine, seqs) if conv else None
-        got = triton._split(x_TH, of, [d or torch.bfloat16 for d in dtypes], how, config, False)
+        got = launch(Conv(taps_CW, mine, seqs) if conv else None, pdl)
         for n, (a, b) in enumerate(zip(got, want, strict=True)):
-            judge(f"linears {form} {shapes}[{n}] T={tokens} conv={conv} {config}", a, b)
+            judge(f"{what}[{n}] pdl={pdl}", a, b)
         if conv:
-            judge(f"state {form} {shapes} T={tokens} {config}", mine, wanted_state)
+            judge(f"state of {what} pdl={pdl}", mine, wanted_state)
 
 
 def check_held(shape: tuple[int, int], tokens: int) -> None:
@@ -100,28 +120,17 @@ def check_resident(shapes: list[tuple[int, int]], tokens: int, config: resident.
     neighbours.adjoin(weights)
     weights += [make_weight((24, shapes[0][1]), "bf16", 9, DEVICE)] if len(shapes) > 1 else []
     x_TH = torch.randn(tokens, shapes[0][1], device=DEVICE).bfloat16()
-    of, channels = [operand(weight, True) for weight in weights], shapes[0][0]
+    of = [operand(weight, True) for weight in weights]
     dtypes = [torch.bfloat16 if n < 2 else torch.float32 for n in range(len(weights))]
     what = f"resident {shapes} T={tokens} {config}"
     if not resident.possible(of, len(neighbours.together(weights, x_TH.dtype)), x_TH, dtypes, config):
         found.append({"what": what, "error": 0.0, "right": True, "left_out": True})
         return
-    taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()
-    state_RCW = torch.randn(tokens + 2, channels, TAPS - 1, device=DEVICE).bfloat16()
-    seqs = make_sequences([5 * (n % 3) for n in range(tokens)], [1] * tokens, 16, torch.device(DEVICE))
-    wanted_state = state_RCW.clone()
-    want = reference.linears(x_TH.float(), weights, [torch.float32] * len(weights))
-    if len(shapes) > 1:
-        want[0] = causal_conv(want[0].bfloat16(), taps_CW, wanted_state, seqs)
-    for pdl in (False, True):
-        poison()
-        mine = state_RCW.clone()
-        how = Conv(taps_CW, mine, seqs) if len(shapes) > 1 else None
-        got = resident.resident_linears(x_TH, of, dtypes, how, config, pdl)
-        for n, (a, b) in enumerate(zip(got, want, strict=True)):
-            judge(f"{what}[{n}] pdl={pdl}", a, b)
-        if how is not None:
-            judge(f"state of {what} pdl={pdl}", mine, wanted_state)
+
+    def launch(how: Conv | None, pdl: bool) -> list[torch.Tensor]:
+        return resident.resident_linears(x_TH, of, dtypes, how, config, pdl)
+
+    compare_linears(what, weights, x_TH, len(shapes) > 1, launch)
 
 
 def check_router(rows: int, columns: int, tokens: int) -> None:

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.kernels.conv.reference import causal_conv
 from shardwise.kernels.linear.tiles import operand
 from shardwise.kernels.linears import hopper as linears
-from shardwise.kernels.linears import reference
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import hopper as experts
@@ -26,8 +24,7 @@ from shardwise.kernels.moe_block import matched, persistent
 from shardwise.kernels.moe_block import reference as block
 from shardwise.kernels.moe_block.banks import Banks
 from shardwise.kernels.moe_block.combine import combine
-from tests.gpu.check_fragments import DEVICE, TAPS, found, judge, poison
-from tests.kernels.sequences import make_sequences
+from tests.gpu.check_fragments import DEVICE, compare_linears, found, judge, poison
 from tests.kernels.weights import make_weight
 
 FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor")
@@ -39,26 +36,16 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config:
     weights = [make_weight(shape, form, n, DEVICE) for n, shape in enumerate(shapes)]
     weights += [make_weight((24, shapes[0][1]), "bf16", 9, DEVICE)] if len(shapes) > 1 else []
     x_TH = torch.randn(tokens, shapes[0][1], device=DEVICE).bfloat16()
-    of, channels, parts = [operand(weight, True) for weight in weights], shapes[0][0], config.parts > 1
+    of, parts = [operand(weight, True) for weight in weights], config.parts > 1
     dtypes = [torch.float32 if parts or n == 2 else torch.bfloat16 for n in range(len(weights))]
     what = f"linears {form} {shapes} T={tokens} {config}"
     assert linears.possible(of, x_TH, config), what
-    taps_CW = torch.randn(channels, TAPS, device=DEVICE).bfloat16()
-    state_RCW = torch.randn(tokens + 2, channels, TAPS - 1, device=DEVICE).bfloat16()
-    seqs = make_sequences([5 * (n % 3) for n in range(tokens)], [1] * tokens, 16, torch.device(DEVICE))
-    wanted_state = state_RCW.clone()
-    want = reference.linears(x_TH.float(), weights, [torch.float32] * len(weights))
-    if len(shapes) > 1:
-        want[0] = causal_conv(want[0].bfloat16(), taps_CW, wanted_state, seqs)
-    for pdl in (False, True):
-        poison()
-        mine = state_RCW.clone()
-        how = Conv(taps_CW, mine, seqs) if len(shapes) > 1 else None
-        got = linears.hopper_linears(x_TH, of, dtypes, how, config, pdl)
-        for n, (a, b) in enumerate(zip(got, want, strict=True)):
-            judge(f"{what}[{n}] pdl={pdl}", a.sum(0) if parts else a, b)
-        if how is not None:
-            judge(f"state of {what} pdl={pdl}", mine, wanted_state)
+
+    def launch(how: Conv | None, pdl: bool) -> list[torch.Tensor]:
+        found = linears.hopper_linears(x_TH, of, dtypes, how, config, pdl)
+        return [out.sum(0) for out in found] if parts else found
+
+    compare_linears(what, weights, x_TH, len(shapes) > 1, launch)
 
 
 Config = experts.Hopper | persistent.Persistent

@@ -7,8 +7,9 @@ import torch
 
 from shardwise.kernels.hopper import SHARED_KIB, is_hopper
 from shardwise.kernels.linear.geometry import case
+from shardwise.kernels.linear.halves import Halved
 from shardwise.kernels.linear.tiles import operand
-from shardwise.kernels.linear.warpgroups import Halved, fits, held_steps, shared_bytes
+from shardwise.kernels.linear.warpgroups import fits, held_steps, shared_bytes
 from shardwise.kernels.linears import hopper as linears
 from shardwise.kernels.moe_block import hopper, persistent
 from shardwise.kernels.moe_block.banks import Banks

@@ -9,21 +9,17 @@ Legend: T tokens, N rows of their input, M rows of a tile, c a step.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma_wait
 
-from shardwise.kernels.gluon import copy_to_shared
-from shardwise.kernels.linear.tiles import COLUMNS, FINE, FINE_COLUMNS, FINE_O, FINE_ROWS, FP8, INVERSE, KIND, ROWS
+from shardwise.kernels.linear.tiles import COLUMNS, FINE, FINE_COLUMNS, FINE_O, FINE_ROWS, FP8, KIND, ROWS, factors
 from shardwise.kernels.linear.warpgroups import (
     WARPS,
+    ask,
     copy_layout,
     element,
     place_layout,
     step_of,
+    step_products,
     sums_layout,
     tile_rows,
 )
@@ -73,17 +69,7 @@ def ring_scales(fine, shared_fine, expert, part, W: gl.constexpr, BM: gl.constex
 def store_scales(scale_s, scale_MC, W: gl.constexpr):
     """As factors in fp32, to shared memory, if there are any."""
     if W[FINE]:
-        scale_MC = scale_MC.to(gl.float32)
-        if W[INVERSE] % 2 == 1:
-            scale_MC = gl.where(scale_MC == 0, 0.0, 1.0 / gl.where(scale_MC == 0, 1.0, scale_MC))
-        scale_s.store(scale_MC)
-
-
-@gluon.jit
-def _ask(place, value, at_M1, c, W: gl.constexpr):
-    """A step of a tile on its way."""
-    k_K = c * step_of(W) + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, copy_layout(W)))
-    copy_to_shared(place, gl.multiple_of(value + (at_M1 + gl.expand_dims(k_K, 0)), (1, 16)))
+        scale_s.store(factors(scale_MC, W))
 
 
 @gluon.jit
@@ -99,7 +85,7 @@ def ring_rows(value, shared_value, expert, part, W: gl.constexpr, BM: gl.constex
 def ring_first(a_s, value, at_M1, W: gl.constexpr, SLOTS: gl.constexpr):
     """All steps of a tile that may be on their way but one, as a group each."""
     for c in gl.static_range(SLOTS - 1):
-        _ask(a_s[c].index(0), value, at_M1, c, W)
+        ask(a_s[c].index(0), value, at_M1, c, W)
         async_copy.commit_group()
 
 
@@ -117,15 +103,11 @@ def ring_products(
     for c in gl.static_range(STEPS):
         async_copy.wait_group(SLOTS - 2)
         fence_async_shared()
-        right = x_s[c].index(same).permute((1, 0))
-        if W[KIND] == FP8:
-            part = warpgroup_mma(a_s[c % SLOTS].index(same), right, zeros, use_acc=False, is_async=True)
-        else:
-            part = warpgroup_mma(a_s[c % SLOTS].index(same), right, acc, is_async=True)
+        part = step_products(x_s[c].index(same), a_s[c % SLOTS].index(same), acc, zeros, W)
         if c - 1 + SLOTS < STEPS:
-            _ask(a_s[(c - 1) % SLOTS].index(same), own, at_M1, c - 1 + SLOTS, W)
+            ask(a_s[(c - 1) % SLOTS].index(same), own, at_M1, c - 1 + SLOTS, W)
         elif more:
-            _ask(a_s[(c - 1) % SLOTS].index(same), next_own, next_at_M1, c - 1 + SLOTS - STEPS, W)
+            ask(a_s[(c - 1) % SLOTS].index(same), next_own, next_at_M1, c - 1 + SLOTS - STEPS, W)
         async_copy.commit_group()
         part = warpgroup_mma_wait(0, deps=[part])
         if W[KIND] != FP8:
@@ -135,15 +117,3 @@ def ring_products(
         else:
             acc += part
     return acc
-
-
-@gluon.jit
-def ring_tokens(acc, back_s, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr):
-    """Sums [M, N] as those of tokens [M, T]."""
-    if W[KIND] == FP8:
-        high, low = gl.split(gl.reshape(acc, (BM, BT, 2)))
-        y_MT = high + low * 0.0625
-        y_MT *= gl.expand_dims(back_s.load(gl.SliceLayout(0, y_MT.type.layout)), 0)
-    else:
-        y_MT = acc
-    return y_MT

@@ -1,7 +1,6 @@
 """Weights in shared memory as they lie in memory, multiplied there by Hopper's warp group instructions.
 
-FP8 is not converted: a bf16 value times a power of two is the sum of two e4m3 values, the second of them divided by 16,
-for eight bits are two times four. So each token becomes two rows of e4m3, the products of which are added. Sums of 128
+FP8 is not converted: each token becomes two rows of e4m3 (halves.py), the products of which are added. Sums of 128
 products go to fp32 registers, since these units add products of e4m3 with some 13 bits. Plain weights have one row.
 
 Loads under way need no room in the first-level cache, and the more of them there are, the less other kernels' use of
@@ -13,11 +12,7 @@ Legend: T tokens of a tile, N rows of its input, M rows of weights, K columns, c
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportPossiblyUnboundVariable=false
 
-from typing import NamedTuple
-
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +25,7 @@ from triton.runtime.jit import constexpr_function
 
 from shardwise.kernels.gluon import copy_to_shared
 from shardwise.kernels.hopper import is_hopper
+from shardwise.kernels.linear.halves import halves, powers
 from shardwise.kernels.linear.tiles import (
     COLUMNS,
     FINE,
@@ -37,26 +33,17 @@ from shardwise.kernels.linear.tiles import (
     FINE_COLUMNS,
     FINE_O,
     FP8,
-    INVERSE,
     KIND,
     PLAIN,
     ROWS,
     Layout,
     Operand,
+    factors,
 )
 
 WARPS, STEP_BYTES = gl.constexpr(4), gl.constexpr(128)
 HALVED, WHOLE = gl.constexpr(4), gl.constexpr(8)  # tokens of a group: of two rows, and of one
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-class Halved(NamedTuple):
-    """Tokens x_TH, and room for what `halve` makes of them: rows [T, 2, H] of e4m3, and factors [T] of their
-    products."""
-
-    x_TH: torch.Tensor
-    halves_T2H: torch.Tensor
-    back_T: torch.Tensor
 
 
 @constexpr_function
@@ -104,37 +91,6 @@ def _under_way(c, SLOTS, STEPS):
     return min(STEPS, SLOTS + max(c - 1, 0)) - c - 1
 
 
-@triton.jit
-def _powers(top):
-    """By the largest value of a token: what its products are to be multiplied by, and it itself before, so that it is
-    below 256, which e4m3 has."""
-    power = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 8)
-    back = ((power - 7) << 23).to(tl.float32, bitcast=True)
-    return tl.where(power == 255, float("nan"), back), ((261 - power) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _parts(x):
-    """The two values in e4m3, as fp32, that stand for one. The first is cut off, not rounded, so that nothing comes
-    back from e4m3, for which ptxas 12.8 reads a wrong register."""
-    high = (x.to(tl.uint32, bitcast=True) & 0xFFF00000).to(tl.float32, bitcast=True)
-    return high, (x - high) * 16.0
-
-
-@triton.jit
-def halve(x, row, out, back, COLUMNS_: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of x as two of e4m3, and what their products are to be multiplied by."""
-    k_K = tl.arange(0, BLOCK)
-    ok_K = k_K < COLUMNS_
-    x_K = tl.load(x + row * COLUMNS_ + k_K, mask=ok_K, other=0).to(tl.float32)
-    factor, forth = _powers(tl.max(tl.abs(x_K), 0))
-    tl.store(back + row, factor)
-    high_K, low_K = _parts(x_K * forth)
-    at = out + row * (2 * COLUMNS_) + k_K
-    tl.store(at, high_K.to(tl.float8e4nv), mask=ok_K)
-    tl.store(at + COLUMNS_, low_K.to(tl.float8e4nv), mask=ok_K)
-
-
 @gluon.jit
 def places(COUNT: gl.constexpr, SIZE: gl.constexpr, W: gl.constexpr):
     """Places for steps of SIZE rows, each by itself: of parts of one the compiler does not know that they are apart."""
@@ -157,11 +113,10 @@ def tile_rows(r_M, o0, SECOND: gl.constexpr, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _ask(place, value, at_M1, c, W: gl.constexpr):
-    """A step of a tile on its way, as one group of copies."""
+def ask(place, value, at_M1, c, W: gl.constexpr):
+    """A step of a tile on its way; the rows of a weight start at 16 bytes, see `fits`."""
     k_K = c * step_of(W) + gl.arange(0, step_of(W), layout=gl.SliceLayout(0, copy_layout(W)))
-    copy_to_shared(place, value + (at_M1 + gl.expand_dims(k_K, 0)))
-    async_copy.commit_group()
+    copy_to_shared(place, gl.multiple_of(value + (at_M1 + gl.expand_dims(k_K, 0)), (1, 16)))
 
 
 @gluon.jit
@@ -175,7 +130,8 @@ def ask_first(
     row_M, half_M = tile_rows(r_M, o0, SECOND, SPLIT)
     at_M1 = gl.expand_dims(row_M * W[COLUMNS] + k0 + half_M * (SPAN // 2), 1)
     for c in gl.static_range(SLOTS):
-        _ask(a_s[c], value, at_M1, c, W)
+        ask(a_s[c], value, at_M1, c, W)
+        async_copy.commit_group()
     return at_M1
 
 
@@ -260,13 +216,13 @@ def _factors(parts, FROM: gl.constexpr, STEPS: gl.constexpr):
     top = gl.abs(parts[FROM].to(gl.float32))
     for c in gl.static_range(STEPS - 1):
         top = gl.maximum(top, gl.abs(parts[FROM + 1 + c].to(gl.float32)))
-    return _powers(gl.max(top, 1))
+    return powers(gl.max(top, 1))
 
 
 @gluon.jit
 def _halved(x_TK, forth_T):
     """A step of a group as rows of e4m3, two each."""
-    high_TK, low_TK = _parts(x_TK.to(gl.float32) * gl.expand_dims(forth_T, 1))
+    high_TK, low_TK = halves(x_TK.to(gl.float32) * gl.expand_dims(forth_T, 1))
     both = gl.permute(gl.join(high_TK, low_TK), (0, 2, 1)).to(gl.float8e4nv)
     return gl.reshape(both, (WHOLE, STEP_BYTES))
 
@@ -326,31 +282,42 @@ def products(
     for c in gl.static_range(STEPS):
         async_copy.wait_group(_under_way(c, SLOTS, STEPS))  # of all threads
         fence_async_shared()
-        right = x_s[c].permute((1, 0))
-        if W[KIND] == FP8:
-            part = warpgroup_mma(a_s[c % SLOTS], right, zeros, use_acc=False, is_async=True)
-        else:
-            part = warpgroup_mma(a_s[c % SLOTS], right, acc, is_async=True)
+        part = step_products(x_s[c], a_s[c % SLOTS], acc, zeros, W)
         if c > 0 and c - 1 + SLOTS < STEPS:
-            _ask(a_s[(c - 1) % SLOTS], value, at_M1, c - 1 + SLOTS, W)
+            ask(a_s[(c - 1) % SLOTS], value, at_M1, c - 1 + SLOTS, W)
+            async_copy.commit_group()
         part = warpgroup_mma_wait(0, deps=[part])
         if W[KIND] != FP8:
             acc = part
         elif W[FINE]:
-            scale = scales[c].to(gl.float32)
-            if W[INVERSE] % 2 == 1:
-                scale = gl.where(scale == 0, 0.0, 1.0 / gl.where(scale == 0, 1.0, scale))
-            acc += part * gl.expand_dims(scale, 1)
+            acc += part * gl.expand_dims(factors(scales[c], W), 1)
         else:
             acc += part
+    if SPLIT == 2:
+        acc = _halves(acc, BM, 2 * BT)
+    return token_sums(acc, back_s, W, BM // SPLIT, BT)
+
+
+@gluon.jit
+def step_products(x, a, acc, zeros, W: gl.constexpr):
+    """Of a step, on their way: in FP8 alone, and of plain weights with those before."""
+    right = x.permute((1, 0))
     if W[KIND] == FP8:
-        if SPLIT == 2:
-            acc = _halves(acc, BM, 2 * BT)
-        high, low = gl.split(gl.reshape(acc, (BM // SPLIT, BT, 2)))
+        part = warpgroup_mma(a, right, zeros, use_acc=False, is_async=True)
+    else:
+        part = warpgroup_mma(a, right, acc, is_async=True)
+    return part
+
+
+@gluon.jit
+def token_sums(acc, back_s, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr):
+    """Sums [M, N] of rows of an input as those of tokens [M, T]."""
+    if W[KIND] == FP8:
+        high, low = gl.split(gl.reshape(acc, (BM, BT, 2)))
         y_MT = high + low * 0.0625
         y_MT *= gl.expand_dims(back_s.load(gl.SliceLayout(0, y_MT.type.layout)), 0)
     else:
-        gl.static_assert(BT == N, "a row a token")
+        gl.static_assert(input_rows(W, BT) == BT, "a row a token")
         y_MT = acc
     return y_MT
 

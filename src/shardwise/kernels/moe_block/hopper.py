@@ -24,6 +24,7 @@ from shardwise.kernels.gluon import all_wait
 from shardwise.kernels.hopper import SHARED_KIB
 from shardwise.kernels.linear.fragments import fragment_coarse
 from shardwise.kernels.linear.geometry import Case, case
+from shardwise.kernels.linear.halves import Halved
 from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8, KIND, PLAIN, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linear.warpgroups import (
@@ -31,7 +32,6 @@ from shardwise.kernels.linear.warpgroups import (
     HALVED,
     WARPS,
     WHOLE,
-    Halved,
     ask_first,
     fits,
     held_steps,

@@ -33,7 +33,6 @@ from shardwise.kernels.linear.ring import (
     ring_products,
     ring_rows,
     ring_scales,
-    ring_tokens,
     store_scales,
 )
 from shardwise.kernels.linear.tiles import COARSE_ROWS, COLUMNS, FINE, FINE_ROWS, FP8, PLAIN, ROWS, Layout, Operand
@@ -47,6 +46,7 @@ from shardwise.kernels.linear.warpgroups import (
     shared_bytes,
     step_of,
     store_inputs,
+    token_sums,
     words,
 )
 from shardwise.kernels.moe_block import hopper
@@ -153,7 +153,7 @@ def persistent_gate_up_kernel(
         store_scales(scale_s, scale_MC, W)
         scale_MC = ring_scales(fine, shared_fine, next_expert, next_part, W, BM)
         acc = ring_products(a_s, x_s, scale_s, own, at_M1, next_own, next_at_M1, more, tile >> 30, W, BM, N, SLOTS)
-        y_MT = ring_tokens(acc, back_s, W, BM, BT)
+        y_MT = token_sums(acc, back_s, W, BM, BT)
         _store(y_MT, act, ids_s, coarse, shared_coarse, expert, part, tokens, TOP_K, BT, W, BM)
         tile, expert, part, own, at_M1 = following, next_expert, next_part, next_own, next_at_M1
 
@@ -176,6 +176,8 @@ def persistent_config(
     """How tokens go through banks by these kernels, as measured or by rule, if they are to. chosen: how many tokens,
     and of how many experts each."""
     tokens, top_k = chosen
+    if tokens > MOST_TOKENS:
+        return None
     found = tuning.choice(gpu, "persistent", [banks_of.up.layout], tokens)
     config = Persistent(*found) if found else persistent_rule(banks_of.up, tokens)
     if config is None or tokens > config.BT or config.BT * _choices(top_k, config.BT) > MOST_PAIRS:

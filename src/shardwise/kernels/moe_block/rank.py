@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.cases import CompileCase, signature
+from shardwise.kernels.linear.halves import Halved, halve
 from shardwise.kernels.linear.triton import power_of_two
-from shardwise.kernels.linear.warpgroups import Halved, halve
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 RANKED_ROWS, RANKED_STEP = 2, 1024  # pairs of a program, and what they are compared with at a time

@@ -178,9 +178,10 @@ def _together(
         return None
     unlike = any(of.kind == 0 and of.value.dtype != x_TH.dtype for of in banks_of)
     x_TH = x_TH.contiguous().float() if unlike else x_TH.contiguous()
-    held = persistent.persistent_config(banks_of, x_TH.dtype, ids_Tk.shape, target.name)
-    if held is not None and arrivals is not None:
-        return persistent.moe(x_TH, banks_of, ids_Tk, arrivals, held, pdl)
+    if arrivals is not None:
+        held = persistent.persistent_config(banks_of, x_TH.dtype, ids_Tk.shape, target.name)
+        if held is not None:
+            return persistent.moe(x_TH, banks_of, ids_Tk, arrivals, held, pdl)
     config = hopper.hopper_config(banks_of, x_TH.dtype, tokens, target.name)
     if config is not None and config.up_BM:
         return hopper.moe(x_TH, banks_of, ids_Tk, experts, config, pdl)
