@@ -348,14 +348,19 @@ def _down_constants(down: Operand, shared: Operand, matched: bool, top_k: int, c
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The banks of 35B-A3B, by the rule."""
-    for kind, tokens in product(("bf16", "fp8_block", "fp8_tensor"), (4, 16, 128)):
-        up, down = case(1024, 2048, kind, False, halves=2), case(2048, 512, kind, False)
+    """The banks of 35B-A3B, whole and halved, by the rule."""
+    for kind, width, tokens in product(("bf16", "fp8_block", "fp8_tensor"), (512, 256), (4, 16, 128)):
+        up, down = case(2 * width, 2048, kind, False, halves=2), case(2048, width, kind, False)
         config = hopper_rule(down.of, tokens)
         if config and config.up_BM:
             yield _case(hopper_gate_up_kernel, up, _up_constants(up.of, up.of, 8, config))
         if config:
-            yield _case(hopper_down_kernel, down, _down_constants(down.of, down.of, not config.up_BM, 8, config))
+            yield down_case(down, not config.up_BM, config)
+
+
+def down_case(down: Case, matched: bool, config: Hopper) -> CompileCase:
+    """What experts go down by, eight a token."""
+    return _case(hopper_down_kernel, down, _down_constants(down.of, down.of, matched, 8, config))
 
 
 def _case(kernel: Any, bank: Case, constexprs: dict[str, Any]) -> CompileCase:

@@ -269,8 +269,8 @@ def _choices(top_k: int, BT: int) -> int:
 
 def compile_cases() -> Iterator[CompileCase]:
     """The banks of 35B-A3B, whole and halved, by the rule."""
-    for kind, rows, tokens in product(("bf16", "fp8_block"), (1024, 512), (4, 8)):
-        bank = case(rows, 2048, kind, False, halves=2)
+    for kind, width, tokens in product(("bf16", "fp8_block"), (512, 256), (4, 8)):
+        bank = case(2 * width, 2048, kind, False, halves=2)
         config = persistent_rule(bank.of, tokens)
         if config is None:
             continue
@@ -280,3 +280,4 @@ def compile_cases() -> Iterator[CompileCase]:
         constexprs = _constants(bank.of, 8, config) | {"PDL": True}
         signed = signature(persistent_gate_up_kernel, constexprs, types)
         yield CompileCase(persistent_gate_up_kernel, signed, constexprs, WARPS.value, 1, SHARED_KIB * 1024)
+        yield hopper.down_case(case(2048, width, kind, False), True, _down(config))
