@@ -9,6 +9,7 @@ import torch
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.synth import DummySource
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.kernels.linears import neighbours, reference, resident
 from shardwise.kernels.linears import triton as fast
@@ -299,3 +300,12 @@ def test_what_is_asked_for_early(device, monkeypatch):
     assert not possible(inputs, tokens=1)  # streamed past its norm
     monkeypatch.setattr(resident, "is_hopper", lambda _: False)
     assert not possible(inputs)
+
+
+def test_registers_are_limited_where_that_was_measured() -> None:
+    """FP8 with one scale a tensor, on the GPU that has choices: not with scales of blocks, nor on others."""
+    tensor, block = (case(8192, 2048, kind, True).of for kind in ("fp8_tensor", "fp8_block"))
+    assert fast.most_registers(tensor, 8, 4, "NVIDIA H200") == 80
+    assert fast.most_registers(tensor, 4, 4, "NVIDIA H200") is None
+    assert fast.most_registers(block, 8, 4, "NVIDIA H200") is None
+    assert fast.most_registers(tensor, 8, 4, "") is None
