@@ -88,14 +88,20 @@ def compare(leader: Leader, requests: int, keys: Sequence[str], configurations: 
     known = tuning.choice
     for configuration in configurations:
         chosen = dict(zip(keys, configuration if len(keys) > 1 else [configuration], strict=True))
+        asked = set[str]()
 
-        def choice(name: str, what: str, layouts: Any, tokens: int, chosen: Mapping[str, Any] = chosen) -> Any:
+        def choice(
+            name: str, what: str, layouts: Any, tokens: int, chosen: Mapping[str, Any] = chosen, asked: set[str] = asked
+        ) -> Any:
             key = tuning.key(what, layouts, tokens) if tuning.bucket(tokens) else ""
+            asked.add(key)
             return chosen.get(key) or known(name, what, layouts, tokens)
 
         with mock.patch.object(tuning, "choice", choice):
             try:
                 line = told(measure(leader, requests), before)
+                if not asked.issuperset(keys):  # a key for another format, say: that compares nothing
+                    line = f"not asked for: {', '.join(sorted({*keys} - asked))}"
             except Exception as error:  # one that the card cannot do ends nothing
                 torch.cuda.synchronize()
                 line = f"{type(error).__name__}: {str(error)[:99]}"

@@ -9,12 +9,14 @@ import torch
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.synth import DummySource
 from shardwise.checkpoint.weight import Weight
+from shardwise.kernels import tuning
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import Target, operand
 from shardwise.kernels.linears import neighbours, reference, resident
 from shardwise.kernels.linears import triton as fast
 from shardwise.kernels.linears.reference import Conv
 from shardwise.kernels.ops import select
+from shardwise.kernels.overlap import launch
 from shardwise.layers.delta import DeltaState, GatedDeltaNet, declare, declare_cache
 from shardwise.layers.linear import Norm
 from shardwise.parallel.comm import Alone
@@ -241,7 +243,7 @@ def test_a_layer_whose_inputs_are_one_product(bounds, rank, device, monkeypatch)
 @pytest.mark.usefixtures("poison")
 def test_without_a_norm(tokens, device, monkeypatch):
     """What overlapping launches take for one token too."""
-    monkeypatch.setattr(fast, "launch", lambda _: {"PDL": False})
+    monkeypatch.setattr(fast, "launch", lambda *_: {"PDL": False})
     weights, x = [make_weight((19, 72), "fp32", n, str(device)) for n in (1, 2)], randn(tokens, 72).to(device)
     expected = reference.linears(x, weights, [None, None])
     for a, b in zip(fast.linears(x, weights, [None, None], pdl=True), expected, strict=True):
@@ -302,10 +304,13 @@ def test_what_is_asked_for_early(device, monkeypatch):
     assert not possible(inputs)
 
 
-def test_registers_are_limited_where_that_was_measured() -> None:
-    """FP8 with one scale a tensor, on the GPU that has choices: not with scales of blocks, nor on others."""
-    tensor, block = (case(8192, 2048, kind, True).of for kind in ("fp8_tensor", "fp8_block"))
-    assert fast.most_registers(tensor, 8, 4, "NVIDIA H200") == 80
-    assert fast.most_registers(tensor, 4, 4, "NVIDIA H200") is None
-    assert fast.most_registers(block, 8, 4, "NVIDIA H200") is None
-    assert fast.most_registers(tensor, 8, 4, "") is None
+def test_registers_are_limited_where_that_was_chosen(monkeypatch):
+    """A limit reaches the launch as chosen for the first weight; without one ROCm's compiler, which knows no such
+    option, is given none."""
+    monkeypatch.setattr(tuning, "choice", lambda gpu, *_: (8, 128, 4, 80) if gpu == "A GPU" else None)
+    operands = [case(rows, 2048, "fp8_tensor", True).of for rows in (8192, 4096)]
+    _, chosen = fast.stream_constants(operands, True, 4, "A GPU")
+    assert (chosen.warps, chosen.registers) == (4, 80)
+    assert launch(False, chosen.registers)["maxnreg"] == 80
+    _, ruled = fast.stream_constants(operands, True, 4)
+    assert "maxnreg" not in launch(False, ruled.registers) | launch(True)

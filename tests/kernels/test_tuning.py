@@ -1,6 +1,7 @@
 """Choices that were measured on a GPU: found by its name, sizes and tokens, and taken by the operations."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardwise.kernels.linears.fragments import Split
 from shardwise.kernels.linears.hopper import Rows
 from shardwise.kernels.moe_block.hopper import Hopper
 from shardwise.kernels.moe_block.persistent import Persistent
+from tests.gpu import choices
 from tests.kernels.weights import make_weight
 
 LAYOUT = (1, 1, 48, 96, 0, 0, 0, 0, 0, -1, 0, 0)
@@ -70,6 +72,18 @@ def test_what_tables_call_a_choice_is_one_kind_of_configuration():
             assert what in {*CHOSEN, *OTHERS, tuning.SHARED_KIB}
             if what in CHOSEN:
                 assert tuple(CHOSEN[what](*numbers))[: len(numbers)] == tuple(numbers)
+
+
+def test_a_comparison_says_which_keys_nobody_asks_for(monkeypatch, capsys):
+    def measure(*_):
+        tuning.choice("A GPU 9", "tiled", [LAYOUT], 5)
+        return {"kernel": 10.0}
+
+    monkeypatch.setattr(choices, "measure", measure)
+    choices.compare(mock.Mock(), 5, ["tiled fp8:48x96 16"], [[1, 2]])
+    assert "not asked for" not in capsys.readouterr().out
+    choices.compare(mock.Mock(), 5, ["tiled fp4:48x96 16"], [[1, 2]])
+    assert "not asked for: tiled fp4:48x96 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("parts", [1, 3])

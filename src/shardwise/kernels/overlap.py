@@ -44,9 +44,13 @@ def ask_for(address):
     )
 
 
-def launch(pdl: bool) -> dict[str, Any]:
-    """Arguments of a launch."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+def launch(pdl: bool, registers: int = 0) -> dict[str, Any]:
+    """Arguments of a launch.
+
+    registers: the most of a thread. 0: no limit, nor a word of it, for ROCm's compiler does not know the option.
+    """
+    limit = {"maxnreg": registers} if registers else {}
+    return ({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}) | limit
 
 
 def can_overlap(device: torch.device) -> bool:

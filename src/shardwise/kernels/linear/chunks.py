@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.linear.tiles import (
-    COARSE,
     COLUMNS,
     FINE,
     FP4,
@@ -19,7 +18,6 @@ from shardwise.kernels.linear.tiles import (
     KIND,
     NATIVE,
     ROWS,
-    coarse_scale,
     e2m1_of_bytes,
     e2m1_of_words,
     e4m3,
@@ -87,14 +85,3 @@ def chunk_sums(x_CBV, value, fine, e_BR, o_BR, ok_BR, c_C, V: tl.constexpr, W: t
     """As code_sums, of weights that are read now."""
     raw, scales = chunk_codes(value, fine, e_BR, o_BR, ok_BR, c_C, V, False, W)
     return code_sums(x_CBV, raw, scales, V, W)
-
-
-@triton.jit
-def row_scales(coarse, e_B1, o_1R, ok_B1, ok_BR, W: tl.constexpr):
-    """Coarse scales of rows -> fp32 [B, R], or [B, 1] where all rows of an expert have the same: a register, not one a
-    row. 0 where not ok."""
-    if W[COARSE] > 0:
-        scales = coarse_scale(coarse, e_B1, o_1R, ok_BR, W)
-    else:
-        scales = coarse_scale(coarse, e_B1, e_B1 * 0, ok_B1, W)
-    return scales

@@ -93,11 +93,12 @@ def _tiled_kernel(
 
 @dataclass(frozen=True)
 class Stream:
-    """A configuration of the streaming kernel."""
+    """A configuration of the streaming kernel. registers: the most of a thread, 0: no limit."""
 
     R: int
     C: int
     warps: int
+    registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def resident_linears(
     programs += sum(triton.cdiv(of.layout[ROWS.value], FEW_BM) for of in few)
     resident_linears_kernel[(programs,)](
         x_TH, tokens, *convolution, words(large[0])[0], both, *words((few or large)[-1]), outputs[-1],
-        **_constants(operands, taps, config), **launch(pdl), num_warps=config.warps, maxnreg=config.registers or None,
+        **_constants(operands, taps, config), **launch(pdl, config.registers), num_warps=config.warps,
     )  # fmt: skip
     return outputs
 

@@ -11,8 +11,8 @@ Legend: T tokens, H hidden, O out, R rows of a program, C chunks of V elements, 
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.chunks import chunk_codes, chunks, code_sums, row_scales
-from shardwise.kernels.linear.tiles import COLUMNS, ROWS
+from shardwise.kernels.linear.chunks import chunk_codes, chunks, code_sums
+from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale
 from shardwise.kernels.overlap import after_previous, let_next_come
 
 
@@ -41,8 +41,7 @@ def normed_sums(
     c_C = tl.arange(0, C)
     o_1R, ok_1R, e_1R = o_R[None, :], (o_R < W[ROWS])[None, :], o_R[None, :] * 0
     raw, scales = chunk_codes(value, fine, e_1R, o_1R, ok_1R, c_C, V, EVEN and W[ROWS] % R == 0, W)
-    e_11 = tl.zeros((1, 1), tl.int32)
-    scale_1R = row_scales(coarse, e_11, o_1R, e_11 == 0, ok_1R, W)
+    scale_1R = coarse_scale(coarse, e_1R, o_1R, ok_1R, W)
     factor_CV = chunks(norm, c_C, V, K, EVEN) if NORM else 0
     after_previous(PDL)
     sums_C1R = tl.zeros((C, 1, R), tl.float32)

@@ -19,7 +19,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import HEADS, Case, case
-from shardwise.kernels.linear.tiles import FINE, FP8, Operand, Target, operand, target_of
+from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
 from shardwise.kernels.linears import fragments, held, hopper, resident
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
@@ -36,7 +36,6 @@ STREAMED, BY_TILES = 0, 1  # first numbers of a choice that was measured; any ot
 FEW_ROWS_TILE = 16  # rows of a program for a weight of few rows beside larger ones
 TILE_TOKENS = 16  # beyond, products are launched one by one unless measured, and a convolution by itself
 NEIGHBOURS_TOKENS = 17, 512  # weights that lie one behind another are one product for these, as measured on an H200
-SIX_PROGRAMS = 80  # registers of a thread, so that a processor of 65,536 has six programs of four warps
 FEW_ROWS, FEW_ROWS_TOKENS = 1024, 128  # one weight of so few rows is worth a launch of ours for 5 to so many tokens
 
 
@@ -207,22 +206,15 @@ def _stream(
     operands = [operand(weight, target.native_fp8) for weight in weights]
     outputs, tensors, convolution = _arguments(x_TH, operands, dtypes, conv)
     added_TH, norm_H, total_TH, eps = normed or (x_TH, x_TH, x_TH, 0.0)
-    constexprs, warps = stream_constants(
+    constexprs, first = stream_constants(
         operands, normed is not None, conv.weight_CW.shape[1] if conv else 0, target.name
     )
     programs = sum(triton.cdiv(of.layout[2], constexprs[f"R{n}"]) for n, of in enumerate(operands))
     norm_linears_kernel[(programs + int(normed is not None),)](
-        x_TH, added_TH, norm_H, total_TH, eps, *convolution, *tensors, **constexprs, **launch(pdl),
-        num_warps=warps, maxnreg=most_registers(operands[0], constexprs["R0"], warps, target.name),
+        x_TH, added_TH, norm_H, total_TH, eps, *convolution, *tensors, **constexprs,
+        **launch(pdl, first.registers), num_warps=first.warps,
     )  # fmt: skip
     return outputs
-
-
-def most_registers(of: Operand, rows: int, warps: int, gpu: str) -> int | None:
-    """Of a thread, if there is to be a limit: FP8 without fine scales, in rows of 8, as measured, takes 88 registers:
-    five programs a processor. Six are two waves of GatedDeltaNet's inputs, behind which the delta rule has room."""
-    measured = of.kind == FP8.value and not of.layout[FINE.value] and tuning.choice(gpu, "normed", [of.layout], 1)
-    return SIX_PROGRAMS if measured and (rows, warps) == (8, 4) else None
 
 
 def _tile(
@@ -276,15 +268,17 @@ def _arguments(
     return outputs, tensors, conv.tensors() if conv else (x_TH,) * 4
 
 
-def stream_constants(operands: Sequence[Operand], normed: bool, taps: int, gpu: str = "") -> tuple[dict[str, Any], int]:
-    """What the streaming kernel is compiled for, and its warps."""
+def stream_constants(
+    operands: Sequence[Operand], normed: bool, taps: int, gpu: str = ""
+) -> tuple[dict[str, Any], Stream]:
+    """What the streaming kernel is compiled for, and the first weight's configuration: warps and registers of all."""
     found: dict[str, Any] = {"NORM": normed, "ADD": normed, "TAPS": taps, "WINDOW": power_of_two(taps)}
     configs = [normed_config(of, 1, gpu) if normed else stream_config(of, 1, gpu) for of in operands]
     for n in range(PARTS):
         of, chosen = operands[min(n, len(operands) - 1)], configs[min(n, len(operands) - 1)]
         rows = chosen.R if n < len(operands) else 0
         found |= {f"W{n}": of.layout, f"R{n}": rows, f"C{n}": chosen.C, f"V{n}": of.chunk}
-    return found | {"BLOCK": min(power_of_two(operands[0].layout[3]), 2048)}, configs[0].warps
+    return found | {"BLOCK": min(power_of_two(operands[0].layout[3]), 2048)}, configs[0]
 
 
 def tile_constants(operands: Sequence[Operand], taps: int, config: Tile) -> dict[str, Any]:
@@ -338,8 +332,8 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
         for cases, taps in ((delta, 4), ((case(9216, 2048, kind, native_fp8),), 0)):
             operands = [each.of for each in cases]
             for name, kib in (("", 0), *tuning.measured(native_fp8)):
-                constexprs, warps = stream_constants(operands, True, taps, name)
-                yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (warps, 1), kib * 1024)
+                constexprs, first = stream_constants(operands, True, taps, name)
+                yield _case(norm_linears_kernel, cases, constexprs | {"PDL": False}, (first.warps, 1), kib * 1024)
                 yield from _measured_cases(cases, taps, name, kib)
         half = *(case(rows, 2048, kind, native_fp8) for rows in (4096, 2048)), case(32, 2048, "bf16", native_fp8)
         for name, kib in tuning.measured(native_fp8):

@@ -12,7 +12,7 @@ expert, R rows of a program, C chunks of V elements.
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear.chunks import chunk_codes, chunks, code_sums, row_scales
+from shardwise.kernels.linear.chunks import chunk_codes, chunks, code_sums
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, coarse_scale
 from shardwise.kernels.linears.stream import normed_sums, summed
 from shardwise.kernels.overlap import after_previous, let_next_come
@@ -105,13 +105,12 @@ def _gated(
     r_2R, c_C = tl.arange(0, 2 * R), tl.arange(0, C)
     i_2R = tile * R + r_2R % R
     ok_12R, o_12R = (i_2R < I)[None, :], (i_2R + r_2R // R * I)[None, :]
-    e_11 = tl.zeros((1, 1), tl.int32)
+    e_12R = tl.zeros((1, 2 * R), tl.int32)
     if ROUTED:
         after_previous(PDL)
-        e_11 += tl.load(ids)
-    e_12R = e_11 + o_12R * 0
+        e_12R += tl.load(ids)
     raw, scales = chunk_codes(value, fine, e_12R, o_12R, ok_12R, c_C, V, EVEN and I % R == 0, W)
-    scale_12R = row_scales(coarse, e_11, o_12R, e_11 >= 0, ok_12R, W)  # now, or the result waits for it
+    scale_12R = coarse_scale(coarse, e_12R, o_12R, ok_12R, W)  # now, or the result waits for it
     if not ROUTED:
         after_previous(PDL)
     let_next_come(PDL)
