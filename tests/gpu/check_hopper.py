@@ -15,9 +15,16 @@ from pathlib import Path
 
 import torch
 
-from shardwise.kernels.linear.tiles import operand
+from shardwise.kernels.linear.dequantise import plain_view
+from shardwise.kernels.linear.halves import halve_rows
+from shardwise.kernels.linear.tiles import operand, target_of
 from shardwise.kernels.linears import hopper as linears
+from shardwise.kernels.linears import reference as each_alone
+from shardwise.kernels.linears import wide, wide_config
 from shardwise.kernels.linears.reference import Conv
+from shardwise.kernels.linears.wide_config import Wide
+from shardwise.kernels.moe import grouped, warpgroups
+from shardwise.kernels.moe import reference as routed
 from shardwise.kernels.moe.triton import route
 from shardwise.kernels.moe_block import hopper as experts
 from shardwise.kernels.moe_block import matched, persistent
@@ -27,8 +34,9 @@ from shardwise.kernels.moe_block.combine import combine
 from tests.gpu.check_fragments import DEVICE, compare_linears, found, judge, poison
 from tests.kernels.weights import make_weight
 
-FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor")
+FORMATS = ("bf16", "fp8_block", "fp8_channel", "fp8_tensor", "nvfp4", "nvfp4_ct")
 EXPERTS, TOP_K = 20, 8
+WIDE = (17, Wide(64, 1, 6)), (33, Wide(128, 1, 6)), (64, Wide(64, 1, 4)), (77, Wide(128, 1, 4))
 
 
 def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config: linears.Rows) -> None:
@@ -46,6 +54,39 @@ def check_linears(form: str, shapes: list[tuple[int, int]], tokens: int, config:
         return [out.sum(0) for out in found] if parts else found
 
     compare_linears(what, weights, x_TH, len(shapes) > 1, launch)
+
+
+def check_wide(form: str, rows: tuple[int, ...], columns: int, tokens: int, config: Wide, apart: float = 1.0) -> None:
+    """One weight or two, and with two a plain one of few rows: each token's outputs for themselves, one being small."""
+    weights = [make_weight((n, columns), form, n, DEVICE) for n in rows]
+    weights += [make_weight((24, columns), "bf16", 9, DEVICE)] if len(rows) > 1 else []
+    x_TH = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    x_TH[:, 7] *= apart
+    x_TH[tokens // 2] *= 1e-4
+    of, parts = [operand(weight, True) for weight in weights], config.parts > 1
+    dtypes = [torch.float32 if parts or n == 2 else torch.bfloat16 for n in range(len(weights))]
+    what = f"wide {form} {rows} x {columns} T={tokens} {config} apart {apart}"
+    assert wide_config.possible(of, x_TH, config), what
+    wanted = each_alone.linears(x_TH.float(), weights, [torch.float32] * len(weights))
+    for pdl in (False, True):
+        poison()
+        outputs = wide.wide_linears(halve_rows(x_TH, wide_config.room(tokens), pdl), of, dtypes, config, pdl)
+        for got, want in zip(outputs, wanted, strict=True):
+            sizes_T1 = want.norm(dim=1, keepdim=True)
+            judge(f"{what} pdl={pdl}", (got.sum(0) if parts else got.float()) / sizes_T1, want / sizes_T1)
+
+
+def check_wide_not_finite(form: str) -> None:
+    """NaN or infinity of a token makes all its outputs so, and no other's."""
+    x_TH = torch.randn(64, 1024, device=DEVICE).bfloat16()
+    x_TH[3, 9], x_TH[5, 70] = float("nan"), float("inf")
+    of = [operand(make_weight((256, 1024), form, 1, DEVICE), True)]
+    (got,) = wide.wide_linears(halve_rows(x_TH, 64), of, [torch.bfloat16], Wide(64, 1, 4), False)
+    wrong_T = ~got.isfinite()
+    right = bool(wrong_T[[3, 5]].all()) and int(wrong_T.any(1).sum()) == 2
+    found.append({"what": f"wide not finite {form}", "error": float(not right), "right": right})
+    if not right:
+        sys.stdout.write(f"WRONG wide not finite {form}: {wrong_T.sum(1).tolist()}\n")
 
 
 Config = experts.Hopper | persistent.Persistent
@@ -134,13 +175,53 @@ def check_persistent(form: str) -> None:
     check_chosen_twice(form, persistent.Persistent(columns, 64, 4, 2, 128, 2))
 
 
+def check_many(form: str, width: int, pairs: list[int], top_k: int) -> None:
+    """So many pairs for each expert, one of which is NaN, and some more for another rank's experts on both sides."""
+    hidden, experts, first = 1024, len(pairs), 3
+    ids = [first + n for n, count in enumerate(pairs) for _ in range(count)] + [first - 1, first + experts] * 5
+    ids += [first + experts] * (-len(ids) % top_k)
+    ids_Tk = torch.tensor(ids)[torch.randperm(len(ids))].view(-1, top_k).int().to(DEVICE)
+    x_TH = torch.randn(len(ids_Tk), hidden, device=DEVICE).bfloat16()
+    x_TH[5] = float("nan")
+    shares_Tk = torch.rand(ids_Tk.shape, device=DEVICE) + 0.1
+    up, down = (
+        make_weight(shape, form, n, DEVICE)
+        for n, shape in enumerate(((experts, 2 * width, hidden), (experts, hidden, width)))
+    )
+    of, what = [operand(weight, True) for weight in (up, down)], f"many {form} {width} wide, {pairs} of {top_k}"
+    assert warpgroups.possible(x_TH, *(plain_view(each) for each in of), ids_Tk.numel()), what
+    want = routed.moe(x_TH, up, down, ids_Tk, shares_Tk, first)
+    poison()
+    got = grouped.moe(x_TH, *of, ids_Tk, shares_Tk, first, experts, target_of(torch.device(DEVICE)))
+    whole_T = want.isfinite().all(1)
+    assert whole_T[:5].all()
+    assert torch.equal(whole_T, got.isfinite().all(1)), what
+    judge(what, got[whole_T], want[whole_T])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="*", default=FORMATS, help="one process each compiles side by side")
     torch.manual_seed(0)
     for form in parser.parse_args().formats:
+        for width in (256, 512) if form != "fp8_channel" else ():  # a scale for each row is for other kernels
+            check_many(form, width, [0, 1, 127, 128, 129, 1500, 191, 193, 0, 64, 65, 985], 8)
+            check_many(form, width, [256 + (17 * n) % 60 for n in range(20)], 1)
+            check_many(form, width, [0, 0, 1100, 0], 4)
+        if form.startswith("nvfp4"):
+            continue
         check_persistent(form)
         if form != "bf16":
+            for tokens, config in (
+                (17, Wide(64, 1, 6)),
+                (33, Wide(128, 1, 6)),
+                (64, Wide(64, 1, 4)),
+                (77, Wide(128, 1, 4)),
+            ):
+                check_wide(form, (256, 128), 1024, tokens, config, 1e4 if tokens % 2 else 1.0)
+                check_wide(form, (384,), 2048, tokens, Wide(config.BM, 4, config.slots))
+            check_wide(form, (128,), 2048, 128, Wide(64, 1, 4))
+            check_wide_not_finite(form)
             for tokens, rows in ((1, linears.Rows(4, 1, 6)), (3, linears.Rows(4, 1, 2)), (7, linears.Rows(8, 1, 3))):
                 check_linears(form, [(256, 1024)], tokens, rows)
                 check_linears(form, [(256, 1024), (128, 1024)], tokens, rows)

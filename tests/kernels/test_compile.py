@@ -21,8 +21,9 @@ MODULES = [
 NEED_FP8 = {"quantise_kernel", "w8a8_kernel"}  # in hardware, which sm_86 lacks
 IN_GLUON = "fragment_"  # begins the names of kernels that are for NVIDIA's instructions
 FOR_HOPPER = {
-    "held_linear_kernel", "hopper_down_kernel", "hopper_gate_up_kernel", "hopper_linears_kernel",
-    "hopper_prefill_kernel", "persistent_gate_up_kernel", "resident_linears_kernel",
+    "halve_kernel", "held_linear_kernel", "hopper_down_kernel", "hopper_gate_up_kernel", "hopper_linears_kernel",
+    "hopper_prefill_kernel", "persistent_gate_up_kernel", "resident_linears_kernel", "warpgroup_down_kernel",
+    "warpgroup_gate_up_kernel", "wide_linears_kernel",
 }  # fmt: skip
 CARDS = {"sm_86", "sm_89", "sm_90", "sm_120", "gfx1201"}
 

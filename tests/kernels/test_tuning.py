@@ -15,6 +15,7 @@ from shardwise.kernels.linears import reference
 from shardwise.kernels.linears import triton as fast
 from shardwise.kernels.linears.fragments import Split
 from shardwise.kernels.linears.hopper import Rows
+from shardwise.kernels.linears.wide_config import Wide
 from shardwise.kernels.moe_block.hopper import Hopper
 from shardwise.kernels.moe_block.persistent import Persistent
 from tests.gpu import choices
@@ -58,7 +59,14 @@ def test_tables_that_are_kept_have_numbers_for_sizes_and_tokens():
             assert key == tuning.SHARED_KIB or int(key.split()[-1]) in (0, *tuning.BUCKETS)
 
 
-CHOSEN = {"fragments": Fragments, "hopper": Hopper, "persistent": Persistent, "rows": Rows, "split": Split}
+CHOSEN = {
+    "fragments": Fragments,
+    "hopper": Hopper,
+    "persistent": Persistent,
+    "rows": Rows,
+    "split": Split,
+    "wide": Wide,
+}
 OTHERS = {
     "delta", "delta_step", "down", "experts", "gate_up", "grouped", "linears", "many", "matched", "normed", "resident",
     "stream", "tiled",

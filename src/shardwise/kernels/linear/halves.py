@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shardwise.kernels.overlap import after_previous, launch, let_next_come
+
 
 class Halved(NamedTuple):
     """Tokens x_TH, and room for what `halve` makes of them: rows [T, 2, H] of e4m3, and factors [T] of their
@@ -50,3 +52,25 @@ def halve(x, row, out, back, COLUMNS_: tl.constexpr, BLOCK: tl.constexpr):
     at = out + row * (2 * COLUMNS_) + k_K
     tl.store(at, high_K.to(tl.float8e4nv), mask=ok_K)
     tl.store(at + COLUMNS_, low_K.to(tl.float8e4nv), mask=ok_K)
+
+
+@triton.jit
+def halve_kernel(x, out, back, COLUMNS_: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A row a program."""
+    let_next_come(PDL)
+    after_previous(PDL)
+    halve(x, tl.program_id(0).to(tl.int64), out, back, COLUMNS_, BLOCK)
+
+
+def empty_halved(x_TH: torch.Tensor, tokens: int) -> Halved:
+    """x, and room for so many tokens' rows."""
+    halves_T2H = torch.empty((tokens, 2, x_TH.shape[1]), dtype=torch.float8_e4m3fn, device=x_TH.device)
+    return Halved(x_TH, halves_T2H, torch.empty(tokens, dtype=torch.float32, device=x_TH.device))
+
+
+def halve_rows(x_TH: torch.Tensor, tokens: int, pdl: bool = False) -> Halved:
+    """x, which is contiguous, with its rows, and room for those of so many tokens. pdl: see overlap.py."""
+    halved, columns = empty_halved(x_TH, tokens), x_TH.shape[1]
+    block = triton.next_power_of_2(columns)
+    halve_kernel[(x_TH.shape[0],)](*halved, columns, block, num_warps=min(8, max(1, block // 512)), **launch(pdl))
+    return halved

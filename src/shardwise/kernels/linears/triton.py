@@ -19,9 +19,10 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.conv.triton import causal_conv
 from shardwise.kernels.linear.fragments import words
 from shardwise.kernels.linear.geometry import HEADS, Case, case
+from shardwise.kernels.linear.halves import halve_rows
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
 from shardwise.kernels.linear.triton import Stream, linear, power_of_two, step_of, stream_config
-from shardwise.kernels.linears import fragments, held, hopper, resident
+from shardwise.kernels.linears import fragments, held, hopper, resident, wide, wide_config
 from shardwise.kernels.linears.neighbours import adjoin as adjoin
 from shardwise.kernels.linears.neighbours import product
 from shardwise.kernels.linears.reference import Conv
@@ -139,7 +140,7 @@ def _joined(
     pdl: bool,
     parts: bool = False,
 ) -> list[torch.Tensor] | None:
-    """All in one launch, where one of our kernels is to do it; tiles of many tokens without a convolution only. parts:
+    """All in one launch, where one of our kernels is to do it; that of many tokens without a convolution only. parts:
     whether it may be parts of the sum, [S, T, O]."""
     tokens = x_TH.shape[0]
     if not _joinable(weights, conv, tokens):
@@ -153,6 +154,10 @@ def _joined(
     early = resident.resident_config(operands, weights, x_TH, dtypes, target)
     if early is not None:
         return resident.resident_linears(x_TH.contiguous(), operands, dtypes, conv, early, pdl)
+    halved = wide_config.wide_config(operands, x_TH, target.name, parts) if conv is None else None
+    if halved is not None:
+        rows = halve_rows(x_TH.contiguous(), wide_config.room(tokens), pdl)
+        return wide.wide_linears(rows, operands, dtypes, halved, pdl)
     split = fragments.split_config(operands, x_TH, target)
     if split is not None:
         return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
@@ -345,6 +350,7 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
         yield from held.compile_cases()
         yield from resident.compile_cases()
         yield from hopper.compile_cases()
+        yield from wide.compile_cases()
     constexprs = tile_constants([router.of], 0, MANY_TOKENS_TILE) | {"PDL": False}
     yield _case(tile_linears_kernel, (router,), constexprs, MANY_TOKENS_TILE[-2:], 0)
     for kind in ("fp8_block", "nvfp4"):

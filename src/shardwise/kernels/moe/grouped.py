@@ -18,7 +18,7 @@ from shardwise.kernels.linear import dequantise
 from shardwise.kernels.linear.geometry import banks, per_card
 from shardwise.kernels.linear.tiles import COLUMNS, ROWS, Operand, Target, coarse_scale, tile_product
 from shardwise.kernels.linear.triton import power_of_two, step_of
-from shardwise.kernels.moe import sort
+from shardwise.kernels.moe import sort, warpgroups
 
 # From so many pairs an expert on, making its weights plain is less than what tiles lose by doing so; on cards whose
 # shared memory holds tiles of 256 rows, which have memory for a bank of a layer, too.
@@ -205,6 +205,10 @@ def _outputs(
     device, pairs, BE = x_TH.device, len(order_M), power_of_two(experts)
     made = PLAIN_PAIRS * experts <= pairs and target.shared_kib > ROOMY_KIB and x_TH.element_size() == 2
     views = [dequantise.plain_view(bank) if made else bank for bank in (up_bank, down_bank)]
+    if warpgroups.possible(x_TH, *views, pairs):
+        tiles_P4 = sort.tiles_of(starts_E1, pairs, warpgroups.TILE_PAIRS)
+        act_MI = warpgroups.gate_up(x_TH, dequantise.plain_bank(up_bank, x_TH.dtype), order_M, tiles_P4, top_k)
+        return warpgroups.down(act_MI, dequantise.plain_bank(down_bank, x_TH.dtype), order_M, tiles_P4)
     BT, up_config, config = grouped_configs(*views, tokens, pairs / experts, target, x_TH.element_size())
     tiles = min(pairs, experts + pairs // BT)
     act_MI = torch.empty((pairs, width), dtype=x_TH.dtype, device=device)
@@ -231,6 +235,8 @@ def compile_cases(native_fp8: bool) -> Iterator[CompileCase]:
     constexprs = {"TOP_K": 8, "BK": 8, "BLOCK": 1024}
     yield CompileCase(combine_kernel, signature(combine_kernel, constexprs, types), constexprs, 4, 1)
     yield from sort.compile_cases()
+    if native_fp8:
+        yield from warpgroups.compile_cases()
     yield from _plain_cases(native_fp8, types)
     for up, down in banks(native_fp8):
         if down.of.layout[3] == 64:  # a width as any other for these kernels

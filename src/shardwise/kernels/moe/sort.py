@@ -1,6 +1,6 @@
 """Pairs of token and expert in the order of their experts: a stable counting sort without the host.
 
-Legend: M pairs, E experts, B blocks of pairs, N other pairs.
+Legend: M pairs, E experts, B blocks of pairs, N other pairs, P tiles of pairs.
 """
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
@@ -89,6 +89,27 @@ def place_kernel(
     tl.store(order + at_M, item_M, mask=ok_M)
 
 
+@triton.jit
+def tiles_kernel(starts, tiles, experts, BE: tl.constexpr, PAIRS: tl.constexpr):
+    """Tiles of an expert's pairs, a row each: the expert, their first position, how many. Row 0: how many tiles there
+    are, and how many of both products were taken from counters."""
+    expert, e_E = tl.program_id(0), tl.arange(0, BE)
+    ok_E = e_E < experts
+    pairs_E = tl.load(starts + e_E + 1, mask=ok_E, other=0) - tl.load(starts + e_E, mask=ok_E, other=0)
+    tiles_E = (pairs_E + PAIRS - 1) // PAIRS
+    start, stop = tl.load(starts + expert), tl.load(starts + expert + 1)
+    row = tiles + 4 * (1 + tl.sum(tl.where(e_E < expert, tiles_E, 0), 0))
+    for first in range(start, stop, PAIRS):
+        tl.store(row, expert)
+        tl.store(row + 1, first)
+        tl.store(row + 2, tl.minimum(stop - first, PAIRS))
+        row += 4
+    if expert == 0:
+        tl.store(tiles, tl.sum(tiles_E, 0))
+        tl.store(tiles + 1, 0)
+        tl.store(tiles + 2, 0)
+
+
 def sort_pairs(ids_Tk: torch.Tensor, first_expert: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs by expert, in their order otherwise -> order_M int32, starts_E1 int32; other ranks' pairs come last."""
     pairs, ints = ids_Tk.numel(), {"dtype": torch.int32, "device": ids_Tk.device}
@@ -105,13 +126,24 @@ def sort_pairs(ids_Tk: torch.Tensor, first_expert: int, experts: int) -> tuple[t
     return order_M, starts_E1
 
 
+def tiles_of(starts_E1: torch.Tensor, pairs: int, tile_pairs: int) -> torch.Tensor:
+    """Tiles of sorted pairs, as tiles_kernel has them, for one launch for each product."""
+    experts = len(starts_E1) - 1
+    tiles_P4 = torch.empty(
+        (1 + min(pairs, experts + pairs // tile_pairs), 4), dtype=torch.int32, device=starts_E1.device
+    )
+    tiles_kernel[(experts,)](starts_E1, tiles_P4, experts, triton.next_power_of_2(experts), tile_pairs, num_warps=4)
+    return tiles_P4
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """For 256 experts."""
-    types = dict.fromkeys(("ids", "order", "starts", "counts", "totals"), "*i32")
+    types = dict.fromkeys(("ids", "order", "starts", "counts", "totals", "tiles"), "*i32")
     for kernel, constexprs in (
         (rank_kernel, {"BM": 32, "BN": 256}),
         (count_kernel, {"BM": BLOCK_PAIRS, "BE": 512}),
         (prefix_kernel, {"BB": 128, "BE": 512, "SLICE": 16}),
         (place_kernel, {"BM": BLOCK_PAIRS, "BN": 32, "BE": 512}),
+        (tiles_kernel, {"BE": 256, "PAIRS": 192}),
     ):
         yield CompileCase(kernel, signature(kernel, constexprs, types), constexprs, 4, 1)

@@ -24,7 +24,7 @@ from shardwise.kernels.gluon import all_wait
 from shardwise.kernels.hopper import SHARED_KIB
 from shardwise.kernels.linear.fragments import fragment_coarse
 from shardwise.kernels.linear.geometry import Case, case
-from shardwise.kernels.linear.halves import Halved
+from shardwise.kernels.linear.halves import empty_halved
 from shardwise.kernels.linear.tiles import COLUMNS, FINE_COLUMNS, FINE_ROWS, FP8, KIND, PLAIN, ROWS, Operand
 from shardwise.kernels.linear.triton import power_of_two
 from shardwise.kernels.linear.warpgroups import (
@@ -295,8 +295,7 @@ def moe(
     up, down, shared_up, shared_down = banks_of
     (tokens, top_k), device, halved = ids_Tk.shape, x_TH.device, None
     if up.kind == FP8.value:
-        halves_T2H = torch.empty((tokens, 2, up.layout[3]), dtype=torch.float8_e4m3fn, device=device)
-        halved = Halved(x_TH, halves_T2H, torch.empty(tokens, dtype=torch.float32, device=device))
+        halved = empty_halved(x_TH, tokens)
     order_M, tiles_3P = rank_tiles(ids_Tk, experts, config.BT, pdl, halved)
     most = tiles_3P.shape[1]
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
