@@ -140,6 +140,24 @@ def test_banks_made_plain_for_many_pairs(form, device, monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("tile", [16, 192])
+@pytest.mark.usefixtures("poison")
+def test_tiles_of_sorted_pairs_are_one_expert_s(tile, device):
+    """Each pair is in one tile, but those of other ranks; tiles are as full as can be; counters begin at 0."""
+    counts = [0, 1, 15, 16, 17, 0, 193, 400, 0]
+    starts_E1 = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    own = sum(counts)
+    (total, *counters, _), *tiles = sort.tiles_of(starts_E1, own + 30, tile).tolist()
+    assert counters == [0, 0]
+    assert total == sum(-(-count // tile) for count in counts) <= len(tiles)
+    places = list[int]()
+    for expert, first, pairs, _ in tiles[:total]:
+        assert 0 < pairs <= tile
+        assert starts_E1[expert] <= first < first + pairs <= starts_E1[expert + 1]
+        places += range(first, first + pairs)
+    assert sorted(places) == list(range(own))
+
+
 CUT = ["fp8_block", "fp8_tensor", "fp8_channel", "nvfp4", "nvfp4_ct"]
 
 

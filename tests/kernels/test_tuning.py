@@ -10,6 +10,7 @@ from shardwise.kernels import tuning
 from shardwise.kernels.linear.fragments import Fragments
 from shardwise.kernels.linear.geometry import case
 from shardwise.kernels.linear.tiles import Target
+from shardwise.kernels.linears import fragments as splits
 from shardwise.kernels.linears import hopper as by_rows
 from shardwise.kernels.linears import reference
 from shardwise.kernels.linears import triton as fast
@@ -126,3 +127,15 @@ def test_rows_in_halves_are_for_scales_of_blocks(monkeypatch):
     for kind, taken in (("fp8_block", True), ("fp8_tensor", False)):
         found = by_rows.rows_config([case(512, 2048, kind, True).of], x_TH, "a GPU")
         assert (found == Rows(4, 1, 2)) == taken
+
+
+def test_one_token_goes_by_fragments_where_that_was_measured(monkeypatch):
+    x_TH, (one, other) = torch.zeros(1, 2048).bfloat16(), (case(rows, 2048, "nvfp4", True).of for rows in (4096, 2048))
+    monkeypatch.setattr(splits, "fits", lambda *_: True)
+    monkeypatch.setattr(
+        splits.tuning, "choice", lambda _, what, layouts, *__: [16, 8, 4, 4] if layouts == [one.layout] else None
+    )
+    target = Target(native_fp8=True, shared_kib=227, name="a GPU")
+    assert splits.split_config([one], x_TH, target) == Split(16, 8, 4, 4)
+    assert splits.split_config([other], x_TH, target) is None
+    assert splits.split_config([one], x_TH[:0], target) is None

@@ -132,13 +132,16 @@ def fragment_linears_kernel(
 
 
 def split_config(operands: Sequence[Operand], x_TH: torch.Tensor, target: Target) -> Split | None:
-    """How these weights are to be multiplied with x, if by this kernel; plain ones alone: of few rows, or measured."""
+    """How these weights are to be multiplied with x, if by this kernel; one token, if measured; plain ones alone: of
+    few rows, or measured."""
     tokens, kinds = x_TH.shape[0], {of.kind for of in operands}
-    if tokens < 2 or not all(fits(of, x_TH.dtype) for of in operands):
+    if not tokens or not all(fits(of, x_TH.dtype) for of in operands):
         return None
     found = tuning.choice(target.name, "split", [of.layout for of in operands], tokens)
     if found:
         return Split(*found)
+    if tokens == 1:
+        return None
     if few_plain_rows(operands):
         few = FEW_ROWS_TOKENS[0] <= tokens <= FEW_ROWS_TOKENS[1]
         return few_rows_rule(operands[0].layout[2], tokens) if few else None

@@ -145,9 +145,10 @@ def _joined(
     tokens = x_TH.shape[0]
     if not _joinable(weights, conv, tokens):
         return None
-    if tokens == 1 and (pdl or len(weights) > 1):
-        return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
     operands = [operand(weight, target.native_fp8) for weight in weights]
+    split = fragments.split_config(operands, x_TH, target)
+    if tokens == 1 and split is None and (pdl or len(weights) > 1):
+        return _stream(x_TH.contiguous(), None, weights, dtypes, conv, target, pdl)
     by_rows = hopper.rows_config(operands, x_TH, target.name)
     if by_rows is not None and (by_rows.parts == 1 or parts):
         return hopper.hopper_linears(x_TH.contiguous(), operands, dtypes, conv, by_rows, pdl)
@@ -158,7 +159,6 @@ def _joined(
     if halved is not None:
         rows = halve_rows(x_TH.contiguous(), wide_config.room(tokens), pdl)
         return wide.wide_linears(rows, operands, dtypes, halved, pdl)
-    split = fragments.split_config(operands, x_TH, target)
     if split is not None:
         return _split(x_TH.contiguous(), operands, dtypes, conv, split, pdl)
     found = _choice(x_TH, weights, target) if conv is None or tokens <= TILE_TOKENS else None

@@ -11,6 +11,7 @@ Legend: T tokens, M rows of a program, K columns, N rows of the input of a group
 # pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import constexpr_function
 
+from shardwise.kernels import tuning
 from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.gluon import copy_to_shared
 from shardwise.kernels.hopper import SHARED_KIB
@@ -36,7 +38,7 @@ from shardwise.kernels.linear.ring import ring_places
 from shardwise.kernels.linear.tiles import COLUMNS, FINE, FINE_COLUMNS, FINE_O, ROWS, Operand, factors
 from shardwise.kernels.linear.warpgroups import FLAT, STEP_BYTES, words
 from shardwise.kernels.linears.fragments import fragment_part
-from shardwise.kernels.linears.wide_config import Wide, count_large, held_steps, room, warps_of
+from shardwise.kernels.linears.wide_config import Wide, count_large, held_steps, room, warps_of, wide_choice
 from shardwise.kernels.overlap import after_previous, launch, let_next_come
 
 GROUP_TOKENS = gl.constexpr(64)  # whose products and sums a thread has room for twice
@@ -298,13 +300,16 @@ def wide_linears(
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The projections of 35B-A3B."""
+    """The projections of 35B-A3B, by rule and as measured."""
     few = case(64, 2048, "bf16", True)
-    for kind, tokens in (("fp8_block", 128), ("fp8_block", 64), ("fp8_tensor", 32)):
+    for (kind, tokens), name in product(
+        (("fp8_block", 128), ("fp8_block", 64), ("fp8_tensor", 32)), ("", *(name for name, _ in tuning.measured()))
+    ):
         delta = case(8192, 2048, kind, True), case(4096, 2048, kind, True), few
-        yield _case(delta, tokens, Wide(128, 1, 4))
-        yield _case((case(2048, 4096, kind, True),), tokens, Wide(128, 8, 4))
-    yield _case((case(9216, 2048, "fp8_block", True),), 64, Wide(64, 1, 8))
+        for cases in (delta, (case(9216, 2048, kind, True),), (case(2048, 4096, kind, True),)):
+            config = wide_choice([each.of for each in cases], tokens, name, len(cases) == 1)
+            if config is not None:
+                yield _case(cases, tokens, config)
     constexprs = {"COLUMNS_": 4096, "BLOCK": 4096, "PDL": True}
     types = {"x": "*bf16", "out": "*fp8e4nv", "back": "*fp32"}
     yield CompileCase(halve_kernel, signature(halve_kernel, constexprs, types), constexprs, 8, 1, SHARED_KIB * 1024)

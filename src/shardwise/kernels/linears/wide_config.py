@@ -26,7 +26,9 @@ from shardwise.kernels.linear.warpgroups import STEP_BYTES, fits
 GROUP_ROWS = 64  # of a warp group
 FEW_ROWS = 512  # most rows of a plain weight beside the others
 LEAST_TOKENS, MOST_TOKENS = 17, 128
-FEWEST_STEPS, MOST_STEPS = 3, 16  # of a program; each is written out, and 40 take a minute to compile
+# Steps of a program, each of which is written out: 40 of 128 tokens would take half a minute to compile, of 64 five
+# seconds.
+FEWEST_STEPS, MOST_STEPS, MOST_STEPS_OF_MANY, MANY_TOKENS = 3, 48, 16, 64
 FEWEST_PROGRAMS, MANY_PROGRAMS, MOST_PARTS = 64, 120, 8
 
 
@@ -39,16 +41,20 @@ class Wide(NamedTuple):
 
 
 def wide_config(operands: Sequence[Operand], x_TH: torch.Tensor, gpu: str, parts: bool) -> Wide | None:
-    """How these weights are to be multiplied with x, as measured on `gpu` or by rule, if they are to be by this kernel.
-    parts: whether it may be parts of the sum."""
+    """How these weights are to be multiplied with x, if they are to be by this kernel. parts: whether it may be parts
+    of the sum."""
     tokens = x_TH.shape[0]
     if not LEAST_TOKENS <= tokens <= MOST_TOKENS or not count_large(operands):
         return None
+    config = wide_choice(operands, tokens, gpu, parts)
+    return config if config is not None and possible(operands, x_TH, config) else None
+
+
+def wide_choice(operands: Sequence[Operand], tokens: int, gpu: str, parts: bool) -> Wide | None:
+    """A configuration for so many tokens, as measured on `gpu` or by rule."""
     found = tuning.choice(gpu, "wide", [of.layout for of in operands], tokens)
     config = Wide(*found) if found else wide_rule(operands, tokens, parts)
-    if config is None or (config.parts > 1 and not parts):
-        return None
-    return config if possible(operands, x_TH, config) else None
+    return None if config is None or (config.parts > 1 and not parts) else config
 
 
 def wide_rule(operands: Sequence[Operand], tokens: int, parts: bool) -> Wide | None:
@@ -60,7 +66,7 @@ def wide_rule(operands: Sequence[Operand], tokens: int, parts: bool) -> Wide | N
     most, n = MOST_PARTS if parts else 1, 1
     while n < most and rows // BM * n < MANY_PROGRAMS and steps % (2 * n) == 0 and steps // (2 * n) >= FEWEST_STEPS:
         n *= 2
-    if rows // BM * n < FEWEST_PROGRAMS or steps // n > MOST_STEPS:
+    if rows // BM * n < FEWEST_PROGRAMS or steps // n > (MOST_STEPS if tokens <= MANY_TOKENS else MOST_STEPS_OF_MANY):
         return None
     return Wide(BM, n, 4 if BM + 2 * room(tokens) > 256 else 6)
 

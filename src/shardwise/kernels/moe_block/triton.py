@@ -16,7 +16,7 @@ from shardwise.kernels.cases import CompileCase, signature
 from shardwise.kernels.linear.fragments import fits
 from shardwise.kernels.linear.geometry import banks, case
 from shardwise.kernels.linear.tiles import Operand, Target, operand, target_of
-from shardwise.kernels.linear.triton import power_of_two
+from shardwise.kernels.linear.triton import Stream, power_of_two
 from shardwise.kernels.linears.triton import linears, normed_config
 from shardwise.kernels.moe.streamed import down_config, gate_up_config
 from shardwise.kernels.moe.triton import STREAM_TOKENS, moe, outputs, route, silu_mul
@@ -226,37 +226,38 @@ def _stream(
     act_MI = torch.empty((tokens * top_k, down.layout[3]), dtype=x_TH.dtype, device=device)
     shared_act_TI = torch.empty((tokens, shared_down.layout[3]), dtype=x_TH.dtype, device=device)
     out_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=device)
-    constexprs, warps = _up_constants(up, shared_up, top_k, gpu)
+    constexprs, config = _up_constants(up, shared_up, top_k, gpu)
     programs = triton.cdiv(shared_up.layout[2] // 2, constexprs["RS"])
     programs += top_k * triton.cdiv(up.layout[2] // 2, constexprs["R"])
     gate_up_kernel[(tokens * programs,)](
         x_TH, act_MI, shared_act_TI, ids_Tk, *up.tensors(), *shared_up.tensors(), tokens, **constexprs,
-        num_warps=warps, **launch(pdl),
+        num_warps=config.warps, **launch(pdl, config.registers),
     )  # fmt: skip
-    constexprs, warps = _down_constants(down, shared_down, top_k, gpu)
+    constexprs, config = _down_constants(down, shared_down, top_k, gpu)
     down_kernel[(tokens, triton.cdiv(hidden, constexprs["R"]))](
         act_MI, shared_act_TI, ids_Tk, weights_Tk, gate_T1, gate_T1.stride(0), out_TH,
-        *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=warps,
-        **launch(pdl),
+        *down.tensors(), *shared_down.tensors(), **constexprs, num_warps=config.warps,
+        **launch(pdl, config.registers),
     )  # fmt: skip
     return out_TH
 
 
-def _up_constants(up: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+def _up_constants(up: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], Stream]:
+    """What the kernel is compiled for, and its configuration, of which warps and registers are all programs'."""
     chosen, other = gate_up_config(up, gpu), gate_up_config(shared)
     return {
         "TOP_K": top_k, "W": up.layout, "R": chosen.R, "C": chosen.C, "V": up.chunk, "WS": shared.layout,
         "RS": other.R, "CS": other.C, "VS": shared.chunk,
-    }, chosen.warps  # fmt: skip
+    }, chosen  # fmt: skip
 
 
-def _down_constants(down: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], int]:
+def _down_constants(down: Operand, shared: Operand, top_k: int, gpu: str = "") -> tuple[dict[str, Any], Stream]:
     chosen = down_config(down, top_k, gpu)
     chunks = min(power_of_two(shared.layout[3] // shared.chunk), 128)
     return {
         "TOP_K": top_k, "BK": power_of_two(top_k), "W": down.layout, "R": chosen.R, "C": chosen.C, "V": down.chunk,
         "WS": shared.layout, "CS": chunks, "VS": shared.chunk,
-    }, chosen.warps  # fmt: skip
+    }, chosen  # fmt: skip
 
 
 def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
@@ -275,16 +276,16 @@ def compile_cases(native_fp8: bool = False) -> Iterator[CompileCase]:
         for shared_up, shared_down in ((up, down), plain) if down.of.layout[3] == 512 else ((up, down),):
             own = {f"shared_{name}": kind for name, kind in shared_up.types.items()}
             for name, kib in (("", 0), *tuning.measured(native_fp8)):
-                constexprs, warps = _up_constants(up.of, shared_up.of, 8, name)
+                constexprs, config = _up_constants(up.of, shared_up.of, 8, name)
                 constexprs |= {"PDL": False}
                 signed = signature(gate_up_kernel, constexprs, types | up.types | own)
-                yield CompileCase(gate_up_kernel, signed, constexprs, warps, 1, kib * 1024)
+                yield CompileCase(gate_up_kernel, signed, constexprs, config.warps, 1, kib * 1024)
             own = {f"shared_{name}": kind for name, kind in shared_down.types.items()}
             for name, kib in (("", 0), *tuning.measured(native_fp8)):
-                constexprs, warps = _down_constants(down.of, shared_down.of, 8, name)
+                constexprs, config = _down_constants(down.of, shared_down.of, 8, name)
                 constexprs |= {"PDL": False}
                 signed = signature(down_kernel, constexprs, types | down.types | own)
-                yield CompileCase(down_kernel, signed, constexprs, warps, 1, kib * 1024)
+                yield CompileCase(down_kernel, signed, constexprs, config.warps, 1, kib * 1024)
     yield from matched.compile_cases(native_fp8)
     yield from pairs.compile_cases(native_fp8)
     yield from combine.compile_cases()
