@@ -40,7 +40,8 @@ def size_of(chunks: Sequence[Chunk], most_tokens: int) -> int:
 
 class Host(NamedTuple):
     """A step's inputs as a graph takes them: int64 [3 T + 1] token or -row, position, KV slot, and the row with logits;
-    int32 [3 + 2 + 2 + 2 P] starts, contexts, rows and pages, of the prompt and of the padding."""
+    int32 [4 + 4 + 4 + 2 P] three starts, two contexts and two rows, each aligned to 16 bytes, and pages, of the prompt
+    and of the padding."""
 
     wide: np.ndarray
     narrow: np.ndarray
@@ -50,15 +51,15 @@ def fill(tokens: int, chunk: Chunk | None, tables: PageTables) -> Host:
     """Inputs of a step in a graph of so many tokens; without a chunk, all is padding."""
     count, pages = (chunk.count if chunk else 0), tables.pages.shape[1]
     wide, row_1 = np.zeros((3, tokens), np.int64), np.zeros(1, np.int64)
-    narrow = np.zeros(7 + 2 * pages, np.int32)
+    narrow = np.zeros(12 + 2 * pages, np.int32)
     narrow[1:3] = count, tokens
     if chunk:
         places = np.arange(chunk.start, chunk.start + count)
         wide[0, :count] = chunk.tokens or -chunk.row
         wide[1, :count] = places + chunk.shift
         wide[2, :count] = tables.slots(chunk.row, places)
-        narrow[3], narrow[5] = chunk.start, chunk.row
-        narrow[7 : 7 + pages] = tables.pages[chunk.row]
+        narrow[4], narrow[8] = chunk.start, chunk.row
+        narrow[12 : 12 + pages] = tables.pages[chunk.row]
         row_1[0] = count - 1
     return Host(np.concatenate([wide.reshape(-1), row_1]), narrow)
 
@@ -76,11 +77,11 @@ def step_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, Sequences, torch.Tensor]:
     """Tokens, positions, sequences and the row with logits, seen in tensors laid out as Host."""
     tokens_T, positions_T, slots_T, row_1 = wide.split((tokens, tokens, tokens, 1))
-    starts_3, context_2, rows_2, pages_X = narrow.split((3, 2, 2, len(narrow) - 7))
+    starts_4, context_4, rows_4, pages_X = narrow.split((4, 4, 4, len(narrow) - 12))
     seqs = Sequences(
-        starts_S1=starts_3,
-        context_S=context_2,
-        state_rows_S=rows_2,
+        starts_S1=starts_4[:3],
+        context_S=context_4[:2],
+        state_rows_S=rows_4[:2],
         pages_SP=pages_X.view(2, -1),
         kv_slots_T=slots_T,
         decodes=0,

@@ -16,6 +16,7 @@ from shardwise.kernels.sequences import Sequences
 DECODE_CHANNELS = 128
 PREFILL_CHANNELS = 128
 PREFILL_TOKENS = 16
+METADATA = ("starts_ptr", "context_ptr", "rows_ptr")  # behind those of decodes, so aligned by chance
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def decode_kernel(
     tl.store(state_ptr + at - 1, window.to(state_ptr.dtype.element_ty), mask=new_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def prefill_kernel(
     x_ptr,
     x_stride,
@@ -118,7 +119,7 @@ def _store_silu(y, y_ptr, channels, inside, length, C: tl.constexpr, BT: tl.cons
     tl.store(y_ptr + i[:, None] * C + channels[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def state_kernel(
     x_ptr,
     x_stride,

@@ -30,6 +30,7 @@ class Config(NamedTuple):
     block_warps: int
 
 
+METADATA = ("starts_ptr", "context_ptr", "rows_ptr")  # behind those of decodes, so aligned by chance
 FACTORS = tl.constexpr(7)  # numbers of each token and head, see block_kernel
 LEAST_LOG = tl.constexpr(-1e4)  # of a decay: e to it is 0, and sums of such logarithms are exact enough
 EXACT = Config(16, 16, 4, 1, 4)  # for inputs in other types than bf16; more columns take too many registers somewhere
@@ -109,7 +110,7 @@ def _inverse(lower, M: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, 
     return inverse
 
 
-@triton.jit(do_not_specialize=["tokens", "first"])
+@triton.jit(do_not_specialize=["tokens", "first"], do_not_specialize_on_alignment=METADATA[:1])
 def gate_kernel(
     a_ptr, a_stride, b_ptr, b_stride, A_log_ptr, dt_bias_ptr, factors_ptr, tokens, first, starts_ptr, V: tl.constexpr,
     M: tl.constexpr,
@@ -137,7 +138,7 @@ def gate_kernel(
     tl.store(factors_ptr + 6 * tokens, tl.sigmoid(b), mask=valid)
 
 
-@triton.jit(do_not_specialize=["tokens", "first"])
+@triton.jit(do_not_specialize=["tokens", "first"], do_not_specialize_on_alignment=METADATA[:1])
 def block_kernel(
     q_ptr, q_stride, k_ptr, k_stride, key_map_ptr, solve_ptr, rest_ptr, scores_ptr, factors_ptr, tokens, first,
     starts_ptr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
@@ -250,7 +251,7 @@ def _advance(
     return state
 
 
-@triton.jit(do_not_specialize=["tokens", "first"])
+@triton.jit(do_not_specialize=["tokens", "first"], do_not_specialize_on_alignment=METADATA)
 def scan_kernel(
     q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, key_map_ptr, solve_ptr, rest_ptr, scores_ptr, factors_ptr,
     tokens, first, starts_ptr, context_ptr, rows_ptr, state_ptr, out_ptr, V: tl.constexpr, K: tl.constexpr,

@@ -139,7 +139,7 @@ def draw(
     return out_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def part_keys_kernel(logits, stride, rows, keys, vocabulary, parts, count, K: tl.constexpr, BLOCK: tl.constexpr):
     """The `count` largest keys of a part of a row, in falling order: of the larger logit, or else of the lower id."""
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -155,7 +155,7 @@ def part_keys_kernel(logits, stride, rows, keys, vocabulary, parts, count, K: tl
         key_B = tl.where(key_B == top, LEAST, key_B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def among_kernel(
     keys, floats, ints, out, vocabulary, parts, count, K: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def draw_among(
     return out_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def keep_tokens_kernel(tokens, rows, last_tokens, told, turn, count, BLOCK: tl.constexpr):
     """tokens: of `count` rows."""
     n_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

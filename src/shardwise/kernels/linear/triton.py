@@ -37,7 +37,7 @@ LIBRARY_TOKENS = 512  # from so many on, a quantised weight is made plain (once,
 STREAM_TOKENS = 2  # up to so many, sums in fp32 keep pace with the memory; beyond, tensor cores are needed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _stream_kernel(
     x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     V: tl.constexpr, PDL: tl.constexpr,
@@ -66,7 +66,7 @@ def _stream_kernel(
     tl.store(out + at, y_TR.to(out.dtype.element_ty), mask=(t_T < tokens)[:, None] & ok_R[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _tiled_kernel(
     x, x_stride, value, fine, coarse, out, tokens, W: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,

@@ -55,7 +55,7 @@ def quantise_kernel(x, x_stride, codes, scales, columns, G: tl.constexpr, LARGES
     tl.store(scales + row * tl.num_programs(1) + group, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def w8a8_kernel(
     x, x_scales, groups, value, fine, coarse, out, tokens, W: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
     G: tl.constexpr,

@@ -16,7 +16,7 @@ RANKED_PAIRS = 2048  # up to so many, comparing all pairs with all is one launch
 BLOCK_PAIRS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def rank_kernel(ids, order, starts, pairs, first_expert, experts, BM: tl.constexpr, BN: tl.constexpr):
     """A stable counting sort: order[position] = pair, and starts[e] = pairs of experts below e.
 
@@ -45,7 +45,7 @@ def _keys(ids, item_M, ok_M, first_expert, experts):
     return tl.where((key_M >= 0) & (key_M < experts) & ok_M, key_M, experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def count_kernel(ids, counts, pairs, first_expert, experts, BM: tl.constexpr, BE: tl.constexpr):
     """counts[block, e]: pairs of expert e in a block; those of other ranks are counted at `experts`."""
     item_M = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -53,7 +53,7 @@ def count_kernel(ids, counts, pairs, first_expert, experts, BM: tl.constexpr, BE
     tl.store(counts + tl.program_id(0) * BE + tl.arange(0, BE), tl.histogram(key_M, BE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def prefix_kernel(counts, totals, blocks, BB: tl.constexpr, BE: tl.constexpr, SLICE: tl.constexpr):
     """counts[block, e] becomes that of all blocks before it, for SLICE experts; totals[e] that of all blocks."""
     e_E = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
@@ -67,7 +67,7 @@ def prefix_kernel(counts, totals, blocks, BB: tl.constexpr, BE: tl.constexpr, SL
     tl.store(totals + e_E, total_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def place_kernel(
     ids, counts, totals, order, starts, pairs, first_expert, experts, BM: tl.constexpr, BN: tl.constexpr,
     BE: tl.constexpr,
