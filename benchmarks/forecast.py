@@ -38,6 +38,11 @@ RESULTS = (
     "speed-fp8-2gpu-persistent",
     "speed-nvfp4-registers",
     "speed-fp8-registers",
+    "speed-fp8-wide-first",
+    "speed-nvfp4-wide-first",
+    "speed-bf16-grouped",
+    "speed-nvfp4-wide",
+    "speed-fp8-wide",
 )  # in the order of time
 OVER_LIBRARY = ("speed-bf16-2gpu",)  # whose sums went by NCCL; those of the others over peers' memory
 H200 = Device("NVIDIA H200", 150_109_880_320, 4.21e12 * STREAMED, 8.4e14)  # what the probe found there
