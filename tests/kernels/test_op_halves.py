@@ -59,6 +59,26 @@ def test_a_sum_in_parts_is_not_for_all(monkeypatch):
     assert wide_choice(weight, 64, "a GPU", False) is None
 
 
+def test_plain_weights_in_front_are_not_taken_for_codes(monkeypatch):
+    monkeypatch.setattr(wide_config, "fits", lambda *_: True)
+    monkeypatch.setattr(wide_config, "fragment_fits", lambda *_: True)
+    plain, codes, few = (
+        case(n, 2048, kind, True).of for n, kind in ((4096, "bf16"), (4096, "fp8_tensor"), (64, "bf16"))
+    )
+    x_TH, config = torch.zeros(33, 2048).bfloat16(), Wide(64, 1, 4)
+    for taken in ([codes], [codes, codes], [codes, codes, few], [codes, few]):
+        assert wide_config.possible(taken, x_TH, config)
+    for others in (
+        [plain],
+        [plain, codes],
+        [plain, codes, few],
+        [codes, plain],
+        [codes, few, few],
+        [few, codes, codes],
+    ):
+        assert not wide_config.possible(others, x_TH, config)
+
+
 @pytest.mark.parametrize("tokens", [16, 17, 128, 129])
 def test_such_weights_are_done_so_for_17_to_128_tokens(tokens, monkeypatch, device):
     """The kernel is for Hopper: what it is given is looked at."""

@@ -72,7 +72,7 @@ def wide_rule(operands: Sequence[Operand], tokens: int, parts: bool) -> Wide | N
 
 
 def count_large(operands: Sequence[Operand]) -> int:
-    """How many are in FP8, which come first."""
+    """How many are in FP8, which are to come first."""
     return sum(of.kind == FP8.value for of in operands)
 
 
@@ -104,6 +104,8 @@ def possible(operands: Sequence[Operand], x_TH: torch.Tensor, config: Wide) -> b
     large = count_large(operands)
     few, first = operands[large:], operands[0]
     if not 0 < x_TH.shape[0] <= MOST_TOKENS or not 0 < large <= 2 or len(few) > 1 or (few and config.parts > 1):
+        return False
+    if any(of.kind != FP8.value for of in operands[:large]):  # of a checkpoint that mixes formats
         return False
     same = COLUMNS.value, FINE.value, FINE_O.value, FINE_COLUMNS.value, COARSE.value, INVERSE.value
     alike = all(of.layout[n] == first.layout[n] for of in operands[:large] for n in same)
