@@ -72,7 +72,8 @@ class Page:
         return self.driver.find_elements("css selector", css)
 
     def text(self, css: str) -> str:
-        return "\n".join(each.text for each in self.all(css))
+        """The text of all that match now; if one is replaced while it is read, of those that match then."""
+        return self.until(lambda: ("\n".join(each.text for each in self.all(css)),))[0]
 
     def until(self, condition: Callable[[], Any], seconds: float = 10) -> Any:
         """What `condition` gives, once it is true; an element that was just replaced is looked for again."""
